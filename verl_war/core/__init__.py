@@ -1,0 +1,1 @@
+"""Decisions of WAR: standard library only, no I/O, no clock."""

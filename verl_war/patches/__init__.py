@@ -1,0 +1,1 @@
+"""The only assignments to names of verl, vLLM and torch."""
