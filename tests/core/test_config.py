@@ -1,0 +1,51 @@
+import pytest
+import yaml
+
+from verl_war.core.config import ROOT_KEY, WarConfig, parse_war_config
+
+
+def test_missing_settings_are_the_defaults():
+    assert parse_war_config(None) == parse_war_config({}) == WarConfig()
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"sed": 1}, [f"{ROOT_KEY}.sed", "1", "did you mean 'seed'", "allowed keys: speculation"]),
+        ({"speculation": {"on": True}}, [f"{ROOT_KEY}.speculation.on", "True", "allowed keys: enabled"]),
+        ({"speculation": True}, [f"{ROOT_KEY}.speculation=True", "bool", "mapping"]),
+        ({"scheduling": {"enabled": "yes"}}, [f"{ROOT_KEY}.scheduling.enabled='yes'", "str", "expected bool"]),
+        ({"scheduling": {"enabled": None}}, [f"{ROOT_KEY}.scheduling.enabled=None", "expected bool"]),
+        ({"block_size_tokens": True}, [f"{ROOT_KEY}.block_size_tokens=True", "bool", "expected int"]),
+        ({"block_size_tokens": 0}, [f"{ROOT_KEY}.block_size_tokens=0", "between 1 and 4096"]),
+        ({"block_size_tokens": 6.5}, [f"{ROOT_KEY}.block_size_tokens=6.5", "float", "expected int"]),
+        ({"metrics_timeout_s": -1}, [f"{ROOT_KEY}.metrics_timeout_s=-1", "over 0"]),
+        ({"metrics_timeout_s": float("nan")}, [f"{ROOT_KEY}.metrics_timeout_s=nan", "over 0"]),
+        ({"seed": "42"}, [f"{ROOT_KEY}.seed='42'", "expected int or null"]),
+        ([1], [f"{ROOT_KEY}=[1]", "list", "mapping"]),
+    ],
+)
+def test_mistakes_name_key_value_and_what_is_allowed(raw, words):
+    with pytest.raises(ValueError) as error:
+        parse_war_config(raw)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("feature", ["speculation", "scheduling", "admission"])
+def test_a_control_that_does_not_exist_yet_cannot_be_switched_on(feature):
+    with pytest.raises(ValueError, match=f"{feature}.enabled=True is not available"):
+        parse_war_config({feature: {"enabled": True}})
+
+
+def test_integers_are_taken_where_seconds_are_expected():
+    assert parse_war_config({"metrics_timeout_s": 5, "seed": 7}) == WarConfig(metrics_timeout_s=5.0, seed=7)
+
+
+def test_shipped_yaml_states_the_defaults():
+    from importlib.resources import files
+
+    shipped = yaml.safe_load((files("verl_war") / "config" / "rollout" / "war.yaml").read_text())
+    assert parse_war_config(shipped["custom"]["war"]) == WarConfig()
+    assert set(shipped["custom"]["war"]) == {"speculation", "scheduling", "admission", "block_size_tokens",
+                                             "metrics_timeout_s", "seed"}  # fmt: skip

@@ -1,0 +1,101 @@
+"""The values that pass between the systems and the decisions of WAR. Imports nothing of the package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Reason(str, Enum):
+    """Why a turn was placed where it was."""
+
+    STICKY = "sticky"
+    """The session's replica is still in the pool."""
+    LEAST_INFLIGHT = "least_inflight"
+    """First turn, or the session's replica has left: fewest requests in flight, ties at random."""
+    DETERMINISTIC = "deterministic"
+    """`rollout.full_determinism`: hash of the session over the whole pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One generation request of a trajectory, as the client describes it. Holds no token ids.
+
+    Attributes:
+        session_id: verl's `request_id`, the same for all turns of one conversation.
+        trajectory_id: `{uid}_{session}`; equals `session_id` where the agent loop gave no identity.
+        group_id: `uid` of the prompt, shared by the samples of a GRPO group; empty when unknown.
+        policy_step: global step whose prompt this is; -1 when unknown.
+        prompt_tokens: Length of the whole context sent.
+        block_hashes: Chain hash of every full block of `block_size_tokens` of the context.
+        priority: Engine priority asked for by the agent loop; 0 = none.
+        validate: Whether the trajectory belongs to a validation pass.
+    """
+
+    session_id: str
+    trajectory_id: str
+    group_id: str = ""
+    policy_step: int = -1
+    prompt_tokens: int
+    block_hashes: tuple[int, ...] = ()
+    priority: int = 0
+    validate: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnResult:
+    """What a finished turn told. `failed` turns produced no output and count no tokens.
+
+    Attributes:
+        completion_tokens: Tokens generated.
+        num_cached_tokens: Prompt tokens served from the replica's prefix cache; None when not reported.
+        weights_step: Global step of the weights that generated it; None when not reported.
+        failed: The request raised instead of returning.
+    """
+
+    completion_tokens: int = 0
+    num_cached_tokens: int | None = None
+    weights_step: int | None = None
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSnapshot:
+    """Cumulative and current readings of one engine, taken by its server.
+
+    Attributes:
+        running_requests: Requests in the running batch.
+        waiting_requests: Requests queued in the engine.
+        kv_usage: Share of KV blocks in use, 0 to 1.
+        kv_usage_peak: Highest `kv_usage` since the snapshot before.
+        kv_capacity_tokens: Tokens that fit in the KV cache.
+        preemptions: Requests preempted since the engine started.
+        engine_steps: Engine iterations since the engine started.
+    """
+
+    running_requests: int
+    waiting_requests: int
+    kv_usage: float
+    kv_usage_peak: float
+    kv_capacity_tokens: int
+    preemptions: int
+    engine_steps: int
+
+    def __post_init__(self) -> None:
+        for name in ("running_requests", "waiting_requests", "kv_capacity_tokens", "preemptions", "engine_steps"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ValueError(f"ReplicaSnapshot.{name}={value!r} must be >= 0; the engine's telemetry is broken")
+        for name in ("kv_usage", "kv_usage_peak"):
+            value = getattr(self, name)
+            if not 0.0 <= value <= 1.0:
+                raise ValueError(f"ReplicaSnapshot.{name}={value!r} must be between 0 and 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a turn goes, at which engine priority (lower runs first, vLLM's convention), and why."""
+
+    replica_id: str
+    priority: int
+    reason: Reason

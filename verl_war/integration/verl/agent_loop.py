@@ -1,0 +1,53 @@
+"""Agent loop manager and worker: every trajectory gets an identity; agent loops stay as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from verl.trainer.ppo.v1 import AgentLoopManagerTQ, AgentLoopWorkerTQ
+
+from verl_war.integration.verl import step_metrics
+from verl_war.integration.verl.client import TrajectoryIdentity, current_trajectory, war_client_of
+
+# verl exports the worker only as a Ray actor class, which cannot be subclassed; this is the plain class in it.
+_AgentLoopWorkerTQ = AgentLoopWorkerTQ.__ray_metadata__.modified_class
+
+
+@ray.remote
+class WarAgentLoopWorker(_AgentLoopWorkerTQ):  # type: ignore[misc, valid-type]
+    """verl's worker, telling the client whose turns it sends and the router when a trajectory ended."""
+
+    async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
+        identity = TrajectoryIdentity(
+            trajectory_id=f"{kwargs['uid']}_{kwargs['session_id']}",
+            group_id=str(kwargs["uid"]),
+            policy_step=int(trajectory["step"]),
+            validate=bool(trajectory["validate"]),
+        )
+        token = current_trajectory.set(identity)
+        failed = True
+        try:
+            result = await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
+            failed = False
+            return result
+        finally:
+            current_trajectory.reset(token)
+            if failed:
+                self.llm_client.end_trajectory(identity.trajectory_id, failed=True)
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        # The rollout is over here: scoring and storing need no KV cache.
+        self.llm_client.end_trajectory(f"{kwargs['uid']}_{kwargs['session_id']}", failed=False)
+        await super()._agent_loop_postprocess(output, validate, **kwargs)
+
+
+class WarAgentLoopManager(AgentLoopManagerTQ):
+    """verl's manager with WAR's client and worker. Starts the router's decisions."""
+
+    def __init__(self, *args: Any, llm_client: Any, **kwargs: Any) -> None:
+        client = war_client_of(llm_client)
+        super().__init__(*args, llm_client=client, **kwargs)
+        self.agent_loop_workers_class = WarAgentLoopWorker
+        ray.get(client.router.configure.remote(client.war_config, bool(self.rollout_config.full_determinism)))
+        step_metrics.attach(client.router, client.war_config.metrics_timeout_s)

@@ -1,0 +1,144 @@
+"""WAR's client of the rollout servers, used by the agent loops in place of verl's `LLMServerClient`.
+
+It differs in what it tells the router (who the turn belongs to and how long it is, never its tokens),
+and in what it reports back (what the turn cost).
+"""
+
+from __future__ import annotations
+
+import contextvars
+from dataclasses import dataclass
+from typing import Any
+
+from verl.utils import normalize_token_ids
+from verl.utils.rollout_trace import rollout_trace_op
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from verl_war.core.blocks import block_chain_hashes
+from verl_war.core.config import WarConfig, parse_war_config
+from verl_war.core.types import Turn, TurnResult
+from verl_war.integration.verl.settings import war_settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryIdentity:
+    """Who a generation request belongs to. Set by the agent loop worker around each agent loop."""
+
+    trajectory_id: str
+    group_id: str
+    policy_step: int
+    validate: bool
+
+
+current_trajectory: contextvars.ContextVar[TrajectoryIdentity | None] = contextvars.ContextVar(
+    "verl_war_current_trajectory", default=None
+)
+"""verl's agent loops pass no identity to `generate`; a context variable reaches it through any agent loop."""
+
+
+class WarLLMServerClient(LLMServerClient):
+    """Client of the synchronous trainer."""
+
+    def __init__(self, config: Any, load_balancer_handle: Any = None, **kwargs: Any) -> None:
+        super().__init__(config=config, load_balancer_handle=load_balancer_handle, **kwargs)
+        self.war_config: WarConfig = parse_war_config(war_settings(config))
+
+    @property
+    def router(self) -> Any:
+        """Handle of the router actor."""
+        return self._load_balancer
+
+    def end_trajectory(self, trajectory_id: str, failed: bool) -> None:
+        """Tell the router that a trajectory ended. Does not wait."""
+        self._load_balancer.end_trajectory.remote(trajectory_id, failed)
+
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any, int]:
+        return await self._load_balancer.acquire_server.remote(request_id=request_id, turn=extra["turn"])
+
+    @rollout_trace_op
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        image_data: list[Any] | None = None,
+        video_data: list[Any] | None = None,
+        audio_data: list[Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+        priority: int = 0,
+        **kwargs: Any,
+    ) -> TokenOutput:
+        """Generate one turn on the replica that the router names. Same contract as verl's client."""
+        kwargs.pop("mm_processor_output", None)  # SGLang's payload; vLLM takes the raw frames
+        turn = self._describe(request_id, normalize_token_ids(prompt_ids), priority)
+        optional = {"audio_data": audio_data, "mm_processor_kwargs": mm_processor_kwargs or None}
+        replica_id, server, priority = await self._acquire_server(request_id, turn=turn)
+        result = TurnResult(failed=True)
+        try:
+            output: TokenOutput = await server.generate.remote(
+                request_id=self._vllm_request_id(request_id),
+                prompt_ids=prompt_ids,
+                sampling_params=sampling_params,
+                image_data=image_data,
+                video_data=video_data,
+                priority=priority,
+                **{name: value for name, value in optional.items() if value is not None},
+                **kwargs,
+            )
+            result = _result(output)
+        finally:
+            # Not awaited: an unresponsive router must not keep a finished turn (verl does the same).
+            self._load_balancer.release_server.remote(
+                server_id=replica_id, request_id=request_id, trajectory_id=turn.trajectory_id, result=result
+            )
+        global_steps = output.extra_fields.get("global_steps")
+        output.extra_fields.setdefault("min_global_steps", global_steps)
+        output.extra_fields.setdefault("max_global_steps", global_steps)
+        return output
+
+    def _describe(self, request_id: str, token_ids: list[int], priority: int) -> Turn:
+        identity = current_trajectory.get() or TrajectoryIdentity(
+            trajectory_id=request_id, group_id="", policy_step=-1, validate=False
+        )
+        return Turn(
+            session_id=request_id,
+            trajectory_id=identity.trajectory_id,
+            group_id=identity.group_id,
+            policy_step=identity.policy_step,
+            prompt_tokens=len(token_ids),
+            block_hashes=block_chain_hashes(token_ids, self.war_config.block_size_tokens),
+            priority=priority,
+            validate=identity.validate,
+        )
+
+
+class WarFullyAsyncLLMServerClient(FullyAsyncLLMServerClient, WarLLMServerClient):
+    """Client of the asynchronous trainers: verl's resume of aborted turns on top of WAR's single turn."""
+
+
+def war_client_of(stock: LLMServerClient) -> WarLLMServerClient:
+    """WAR's client with the same router and the same resume behaviour as `stock`.
+
+    Raises:
+        RuntimeError: `stock` is of a class that WAR does not know how to stand in for.
+    """
+    if type(stock) is LLMServerClient:
+        return WarLLMServerClient(config=stock.config, load_balancer_handle=stock._load_balancer)
+    if type(stock) is FullyAsyncLLMServerClient:
+        return WarFullyAsyncLLMServerClient(
+            config=stock.config, load_balancer_handle=stock._load_balancer, only_hybrid=stock._only_hybrid
+        )
+    raise RuntimeError(
+        f"rollout client {type(stock).__qualname__} found; WAR replaces LLMServerClient and "
+        f"FullyAsyncLLMServerClient only. Use a trainer of verl 0.9.1 (sync, colocate_async, separate_async)."
+    )
+
+
+def _result(output: TokenOutput) -> TurnResult:
+    return TurnResult(
+        completion_tokens=len(output.token_ids),
+        num_cached_tokens=output.extra_fields.get("num_cached_tokens"),
+        weights_step=output.extra_fields.get("global_steps"),
+    )

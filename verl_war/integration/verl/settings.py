@@ -1,0 +1,97 @@
+"""Reading WAR's settings out of verl's configuration, and refusing at launch what cannot work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_war.core.config import ROOT_KEY, WarConfig, parse_war_config
+
+TRAINER_MODES = ("sync", "colocate_async", "separate_async")
+_AGENT_LOOP_MANAGER = "verl_war.integration.verl.agent_loop.WarAgentLoopManager"
+
+
+def config_path(name: str) -> str:
+    """Absolute path of a file in `verl_war/config`, for keys of verl that take a path.
+
+    Raises:
+        ValueError: There is no such file.
+    """
+    path = Path(str(files("verl_war"))) / "config" / name
+    if not path.is_file():
+        raise ValueError(f"verl_war.config_path={name!r} does not exist in {path.parent}; reinstall verl_war")
+    return str(path)
+
+
+def war_settings(config: DictConfig) -> dict[str, Any] | None:
+    """`rollout.custom.war` of verl's whole configuration as plain data; None when WAR was not selected."""
+    return rollout_war_settings(OmegaConf.select(config, "actor_rollout_ref.rollout"))
+
+
+def rollout_war_settings(rollout: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The same from verl's rollout section alone (a DictConfig or verl's `RolloutConfig`; both are mappings)."""
+    war = (rollout.get("custom") or {}).get("war")
+    return OmegaConf.to_container(war, resolve=True) if isinstance(war, DictConfig) else war
+
+
+def check_launch(config: DictConfig) -> WarConfig | None:
+    """Validate a run that selected WAR; None when it did not.
+
+    Raises:
+        ValueError: Something in the configuration is wrong or contradicts WAR. The message states
+            the key, its value, what is allowed and what to do.
+    """
+    settings = war_settings(config)
+    if settings is None:
+        return None
+    war = parse_war_config(settings)
+    rollout = config.actor_rollout_ref.rollout
+    _require("actor_rollout_ref.rollout.name", rollout.get("name"), ("vllm",), "WAR drives vLLM")
+    _require("trainer.use_v1", config.trainer.get("use_v1"), (True,), "WAR plugs into the v1 trainer")
+    _require("trainer.v1.trainer_mode", config.trainer.v1.trainer_mode, TRAINER_MODES, "choose one of them")
+    _require(
+        "actor_rollout_ref.rollout.router_config_path",
+        rollout.router_config_path,
+        (config_path("war_router.yaml"),),
+        "remove your override, or use rollout@actor_rollout_ref.rollout=rollout with your own router",
+    )
+    _require(
+        "actor_rollout_ref.rollout.agent.agent_loop_manager_class",
+        rollout.agent.get("agent_loop_manager_class"),
+        (_AGENT_LOOP_MANAGER,),
+        "remove your override; WAR works with any agent loop but needs its own manager",
+    )
+    disaggregated = OmegaConf.select(rollout, "disaggregation.enabled", default=False)
+    _require(
+        "actor_rollout_ref.rollout.disaggregation.enabled", disaggregated, (False,), "WAR routes whole replicas only"
+    )
+    _check_lengths(config)
+    _check_model_path(config.actor_rollout_ref.model.path)
+    return war
+
+
+def _require(key: str, value: Any, allowed: tuple[Any, ...], remedy: str) -> None:
+    if value not in allowed:
+        expected = " or ".join(repr(option) for option in allowed)
+        raise ValueError(f"{key}={value!r} does not go with {ROOT_KEY}; allowed: {expected} ({remedy})")
+
+
+def _check_lengths(config: DictConfig) -> None:
+    max_model_len = config.actor_rollout_ref.rollout.get("max_model_len")
+    prompt_length = config.data.max_prompt_length
+    if max_model_len is not None and prompt_length >= max_model_len:
+        raise ValueError(
+            f"data.max_prompt_length={prompt_length} leaves no room to generate within "
+            f"actor_rollout_ref.rollout.max_model_len={max_model_len}; expected less. Lower the first, raise the second"
+        )
+
+
+def _check_model_path(path: str) -> None:
+    """A path that can only be local must exist; anything else may be a name on a model hub."""
+    is_local = path.startswith(("/", "~", "./", "../"))
+    if is_local and not Path(path).expanduser().exists():
+        raise ValueError(f"actor_rollout_ref.model.path={path!r} does not exist; expected a model directory")
