@@ -1,0 +1,279 @@
+"""Generated code-repair tasks: a small Python package with one seeded bug, and tests that fail because of it.
+
+Everything follows from the seed. A bug is kept only when the tests were run and at least one fails with it while all
+pass without it, and it is always undone by one line. Sizes reach from a few hundred characters (``demo``, for models
+of a few million parameters) to packages whose files and test output fill tens of thousands of tokens (``long``).
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.code_agent.runner import run_tests
+from recipes.code_agent.tasks import Task
+from recipes.code_agent.templates import MODULE_NAMES, PACKAGE_NAMES, TEMPLATES, Mutation, Template, mutations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackageSize:
+    """How large a generated package is; ranges are inclusive."""
+
+    num_modules: tuple[int, int] = (2, 3)
+    functions_per_module: tuple[int, int] = (1, 3)
+    docstrings: bool = False
+    filler_lines: int = 0
+    """Comment lines before each function, about 15 tokens each."""
+    indirection: int = 0
+    """Modules between a tested function and its test; each costs the agent a turn or two to look through."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_modules", "functions_per_module"):
+            low, high = getattr(self, name)
+            if not 1 <= low <= high:
+                raise ValueError(f"size: {name} is {(low, high)}; expected 1 <= low <= high")
+        for name in ("filler_lines", "indirection"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"size: {name} is {getattr(self, name)}; expected 0 or more")
+
+
+SIZES = {
+    "demo": PackageSize(),
+    "small": PackageSize(num_modules=(4, 6), functions_per_module=(3, 6), docstrings=True, indirection=1),
+    "long": PackageSize(
+        num_modules=(6, 8), functions_per_module=(40, 50), docstrings=True, filler_lines=3, indirection=3
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bug:
+    """The seeded bug: ``broken`` stands in ``path`` where ``line`` should.
+
+    ``wrong_fixes`` are other broken forms of the same line.
+    """
+
+    family: str
+    path: str
+    function: str
+    line: str
+    broken: str
+    wrong_fixes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedTask:
+    """A task together with what only scripts may know: the bug."""
+
+    task: Task
+    bug: Bug
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Definition:
+    """A function or class of the package under its final name."""
+
+    module: str
+    name: str
+    template: Template
+    source: str
+
+
+def generate(seed: int, index: int = 0, size: PackageSize = SIZES["demo"]) -> GeneratedTask:
+    """Return task ``index`` of the endless series that belongs to ``seed``.
+
+    Must be called in the main thread, because the tests are run with an alarm.
+    """
+    rng = random.Random(f"code_agent/{seed}/{index}")
+    package = rng.choice(PACKAGE_NAMES)
+    definitions = list(_define(rng, size))
+    correct = _render(rng, package, definitions, size)
+    return _seed_bug(rng, f"{seed}-{index}", package, definitions, correct)
+
+
+def generate_many(num_tasks: int, seed: int, size: PackageSize = SIZES["demo"]) -> Iterator[GeneratedTask]:
+    """Yield tasks 0, 1, ... of ``seed``."""
+    for index in range(num_tasks):
+        yield generate(seed, index, size)
+
+
+_QUALIFIERS = ("daily", "weekly", "monthly", "yearly", "north", "south", "east", "west", "first", "second", "third")
+
+
+def _define(rng: random.Random, size: PackageSize) -> Iterator[_Definition]:
+    topics = list(MODULE_NAMES)
+    rng.shuffle(topics)
+    taken: set[str] = set()
+    for number in range(rng.randint(*size.num_modules)):
+        topic = topics[number % len(topics)]
+        module = _fresh(rng.choice(MODULE_NAMES[topic]), taken, "{}_{}")
+        pool = [template for template in TEMPLATES if template.topic == topic]
+        count = rng.randint(*size.functions_per_module)
+        chosen = rng.sample(pool, min(count, len(pool))) + rng.choices(pool, k=max(0, count - len(pool)))
+        for template in chosen:
+            name = _fresh(template.name, taken, "{1}_{0}" if template.name.islower() else "{1}{0}")
+            yield _Definition(module=module, name=name, template=template, source=template.source.format(f=name))
+
+
+def _fresh(name: str, taken: set[str], pattern: str) -> str:
+    """Return the name, or the first qualified form of it that is not taken yet."""
+    candidates = [name]
+    for round_number in range(1, 50):
+        suffix = "" if round_number == 1 else str(round_number)
+        words = (word + suffix for word in _QUALIFIERS)
+        candidates += [pattern.format(name, word if name.islower() else word.title()) for word in words]
+    free = next(candidate for candidate in candidates if candidate not in taken)
+    taken.add(free)
+    return free
+
+
+def _render(rng: random.Random, package: str, definitions: list[_Definition], size: PackageSize) -> dict[str, str]:
+    files = {f"{package}/__init__.py": ""}
+    modules = dict.fromkeys(definition.module for definition in definitions)
+    for module in modules:
+        parts = [_render_definition(rng, d, size) for d in definitions if d.module == module]
+        files[f"{package}/{module}.py"] = "\n\n".join(parts)
+    for level in range(size.indirection):
+        for module in modules:
+            own = [d for d in definitions if d.module == module]
+            files[f"{package}/{_layer(module, level + 1)}.py"] = _render_layer(package, module, level, own)
+    for module in modules:
+        own = [d for d in definitions if d.module == module]
+        files[f"tests/test_{module}.py"] = _render_tests(package, module, own, size)
+    return files
+
+
+_FILLER_SUBJECTS = ("The import of the month", "The report", "Every branch office", "The old system", "A new customer")
+_FILLER_VERBS = ("relies on", "was checked against", "may later replace", "is described together with", "precedes")
+_FILLER_OBJECTS = ("the table of units", "the yearly list", "these results", "the rounding rule", "the second index")
+
+
+def _render_definition(rng: random.Random, definition: _Definition, size: PackageSize) -> str:
+    notes = ""
+    for _ in range(size.filler_lines):
+        words = (rng.choice(_FILLER_SUBJECTS), rng.choice(_FILLER_VERBS), rng.choice(_FILLER_OBJECTS))
+        notes += f"# {' '.join(words)}; see note {rng.randint(100, 999)}.\n"
+    if not size.docstrings:
+        return notes + definition.source
+    head, body = definition.source.split("\n", 1)
+    return f'{notes}{head}\n    """{definition.template.doc}"""\n\n{body}'
+
+
+def _layer(module: str, level: int) -> str:
+    return f"{module}_layer{level}" if level else module
+
+
+def _layered(name: str, level: int) -> str:
+    return f"{name.lower()}_v{level}" if level else name
+
+
+def _render_layer(package: str, module: str, level: int, definitions: list[_Definition]) -> str:
+    """Render the module that passes each call on to the level below."""
+    names = [_layered(d.name, level) for d in definitions]
+    imports = "".join(f"from {package}.{_layer(module, level)} import {name}\n" for name in names)
+    functions = [
+        f"def {_layered(d.name, level + 1)}(*values):\n    return {name}(*values)\n"
+        for d, name in zip(definitions, names, strict=True)
+    ]
+    return imports + "\n\n" + "\n\n".join(functions)
+
+
+def _render_tests(package: str, module: str, definitions: list[_Definition], size: PackageSize) -> str:
+    names = [_layered(d.name, size.indirection) for d in definitions]
+    parts = [f"from {package}.{_layer(module, size.indirection)} import {', '.join(sorted(names))}\n"]
+    for definition, name in zip(definitions, names, strict=True):
+        checks = [_render_check(definition, call, name) for call in definition.template.calls]
+        parts.append("\n".join([f"def test_{name.lower()}():", *checks, ""]))
+    return "\n\n".join(parts)
+
+
+def _render_check(definition: _Definition, call: str, name: str) -> str:
+    namespace: dict[str, object] = {}
+    exec(definition.source, namespace)
+    expected = eval(call.format(f=definition.name), namespace)
+    return f"    assert {call.format(f=name)} == {expected!r}"
+
+
+def _seed_bug(
+    rng: random.Random, name: str, package: str, definitions: list[_Definition], correct: dict[str, str]
+) -> GeneratedTask:
+    outcome = _outcome(correct)
+    assert all(outcome.values()), f"task {name}: the correct package fails its tests: {outcome}"
+    for definition, mutation in _shuffled_by_family(rng, definitions):
+        path = f"{package}/{definition.module}.py"
+        broken = _break(correct[path], definition, mutation)
+        if broken.count(mutation.broken) != 1:
+            continue
+        files = correct | {path: broken}
+        broken_outcome = _outcome(files)
+        if broken_outcome.keys() == outcome.keys() and not all(broken_outcome.values()):
+            bug = _as_bug(path, definition, mutation)
+            return GeneratedTask(task=_as_task(name, package, files, broken_outcome), bug=bug)
+    raise AssertionError(f"task {name}: no mutation of the package makes a test fail")
+
+
+def _as_bug(path: str, definition: _Definition, mutation: Mutation) -> Bug:
+    broken_forms = {other.broken for other in mutations(definition.source) if other.line == mutation.line}
+    return Bug(
+        family=mutation.family,
+        path=path,
+        function=definition.name,
+        line=mutation.line,
+        broken=mutation.broken,
+        wrong_fixes=tuple(sorted(broken_forms - {mutation.broken})),
+    )
+
+
+def _shuffled_by_family(rng: random.Random, definitions: list[_Definition]) -> Iterator[tuple[_Definition, Mutation]]:
+    """Yield every mutation of every definition, each family as likely to come first as the others."""
+    by_family: dict[str, list[tuple[_Definition, Mutation]]] = {}
+    for definition in definitions:
+        for mutation in mutations(definition.source):
+            by_family.setdefault(mutation.family, []).append((definition, mutation))
+    families = sorted(by_family)
+    while families:
+        family = rng.choice(families)
+        candidates = by_family[family]
+        yield candidates.pop(rng.randrange(len(candidates)))
+        if not candidates:
+            families.remove(family)
+
+
+def _break(text: str, definition: _Definition, mutation: Mutation) -> str:
+    """Replace the first such line of the definition, leaving the other definitions of the module alone."""
+    head = definition.source.split("\n", 1)[0]
+    start = text.index(head)
+    return text[:start] + text[start:].replace(mutation.line, mutation.broken, 1)
+
+
+def _outcome(files: dict[str, str]) -> dict[str, bool]:
+    """Run the tests of a package and return whether each passed."""
+    with tempfile.TemporaryDirectory(prefix="code_agent_") as root:
+        write_files(Path(root), files)
+        return run_tests(root, _test_files(files))[1]
+
+
+def write_files(root: Path, files: dict[str, str]) -> None:
+    """Write text files, given by relative path, below ``root``."""
+    for folder in {(root / path).parent for path in files}:
+        folder.mkdir(parents=True, exist_ok=True)
+    for path, text in files.items():
+        (root / path).write_text(text, encoding="utf-8")
+
+
+def _test_files(files: dict[str, str]) -> list[str]:
+    return [path for path in files if path.startswith("tests/")]
+
+
+def _as_task(name: str, package: str, files: dict[str, str], outcome: dict[str, bool]) -> Task:
+    return Task(
+        task_id=f"generated-{name}",
+        statement=f"A test of package {package} fails. Find the bug, fix it with one edit and run the tests again.",
+        files=files,
+        test_files=tuple(_test_files(files)),
+        fail_to_pass=tuple(test_id for test_id, passed in outcome.items() if not passed),
+        pass_to_pass=tuple(test_id for test_id, passed in outcome.items() if passed),
+    )
