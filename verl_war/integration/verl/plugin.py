@@ -1,0 +1,61 @@
+"""Entry point ``verl.plugins``: runs in every process that imports verl, before verl's own modules are used.
+
+verl logs the failure of a plugin at DEBUG and goes on. A worker that goes on unpatched trains on wrong numbers, so a
+failure here ends the process instead: verl catches ``Exception``, and ``SystemExit`` is none.
+"""
+
+import traceback
+from collections.abc import Callable
+
+# Only what cannot fail is imported here: an ImportError of this module would be swallowed too.
+from verl_war.support import UpstreamMismatchError
+
+
+def _check_versions() -> None:
+    from verl_war import support
+    from verl_war.integration.verl import platform_cpu
+
+    support.check_versions(platform_cpu.machine())
+
+
+def _prepare_cpu_machine() -> None:
+    from verl_war.integration.verl import platform_cpu
+
+    platform_cpu.register()
+    if platform_cpu.machine() == "cpu":
+        platform_cpu.set_environment()
+
+
+def _install_patches() -> None:
+    from verl_war.integration.verl import platform_cpu
+    from verl_war.patches import catalog, registry
+
+    registry.install(catalog.PATCHES, platform_cpu.machine())
+
+
+def _register_war() -> None:
+    from verl_war.integration.verl.register import register_war
+
+    register_war()
+
+
+STEPS: tuple[Callable[[], None], ...] = (_check_versions, _prepare_cpu_machine, _install_patches, _register_war)
+"""What happens when verl is imported, in this order."""
+
+
+def start(steps: tuple[Callable[[], None], ...] = STEPS) -> None:
+    """Runs ``steps``; a failure ends the process with its message as the last thing that the user sees.
+
+    Raises:
+        SystemExit: A step failed.
+    """
+    try:
+        for step in steps:
+            step()
+    except UpstreamMismatchError as error:
+        raise SystemExit(f"verl_war refuses to start: {error}") from error
+    except Exception as error:  # verl would swallow whatever it is
+        raise SystemExit(f"verl_war failed to start:\n{traceback.format_exc()}") from error
+
+
+start()

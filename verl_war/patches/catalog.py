@@ -1,0 +1,28 @@
+"""Every patch of verl_war, in the order in which they are armed. Nothing else assigns to upstream names."""
+
+from verl_war.patches import (
+    verl_launch_check,
+    verl_offload_policy,
+    verl_poll_interval,
+    verl_process_group,
+    verl_step_metrics,
+    verl_value_head,
+    vllm_expand_kernel,
+    vllm_live_weights,
+    vllm_stat_logger,
+    vllm_version,
+)
+from verl_war.patches.registry import Patch
+
+PATCHES: tuple[Patch, ...] = (
+    vllm_version.PATCH,
+    verl_process_group.PATCH,
+    verl_value_head.PATCH,
+    verl_offload_policy.PATCH,
+    vllm_live_weights.PATCH,
+    vllm_expand_kernel.PATCH,
+    verl_launch_check.PATCH,
+    verl_poll_interval.PATCH,
+    verl_step_metrics.PATCH,
+    vllm_stat_logger.PATCH,
+)
