@@ -1,0 +1,85 @@
+"""Every configuration that we ship composes, and one override makes the difference between stock verl and WAR."""
+
+import itertools
+import warnings
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.upstream
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ("code_agent", "search_agent")
+MACHINES = ("cpu", "gpu_8b", "gpu_32b")
+
+
+def compose(recipe, name, *overrides):
+    from hydra import compose, initialize_config_dir
+
+    import verl  # noqa: F401  (its plugin registers the search path and the resolver)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with initialize_config_dir(str(ROOT / "recipes" / recipe / "config"), version_base=None):
+            return compose(name, overrides=list(overrides))
+
+
+def plain(config):
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(config, resolve=True)
+
+
+@pytest.mark.parametrize(("recipe", "algorithm", "machine"), itertools.product(RECIPES, ("grpo", "ppo"), MACHINES))
+def test_recipes_compose_and_pass_the_launch_check(recipe, algorithm, machine, tmp_path):
+    from verl.trainer.ppo.utils import need_critic
+
+    from verl_war.core.config import WarConfig
+    from verl_war.integration.verl.settings import check_launch
+
+    machine_override = f"machine={machine}"
+    model = f"actor_rollout_ref.model.path={tmp_path}"
+    stock = compose(recipe, algorithm, machine_override, model)
+    war = compose(recipe, algorithm, machine_override, model, "rollout@actor_rollout_ref.rollout=war")
+    assert need_critic(stock) == (algorithm == "ppo")
+    assert check_launch(stock) is None
+    assert check_launch(war) == WarConfig()
+
+
+def test_the_war_override_changes_the_rollout_section_only_where_it_must():
+    stock, war = (
+        plain(compose("code_agent", "grpo", *overrides))
+        for overrides in ((), ("rollout@actor_rollout_ref.rollout=war",))
+    )
+    stock_rollout, war_rollout = (config["actor_rollout_ref"].pop("rollout") for config in (stock, war))
+    assert war == stock
+    assert war_rollout.pop("router_config_path").endswith("war_router.yaml")
+    assert war_rollout["agent"].pop("agent_loop_manager_class").endswith("WarAgentLoopManager")
+    assert set(war_rollout.pop("custom")) == {"war"}
+    assert stock_rollout.pop("router_config_path") is None
+    assert war_rollout == stock_rollout
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("actor_rollout_ref.rollout.name=sglang", ["rollout.name='sglang'", "allowed: 'vllm'"]),
+        ("+actor_rollout_ref.rollout.custom.war.sed=1", ["custom.war.sed=1", "did you mean 'seed'"]),
+        ("actor_rollout_ref.rollout.custom.war.block_size_tokens=0", ["block_size_tokens=0", "between 1 and 4096"]),
+        ("actor_rollout_ref.rollout.custom.war.speculation.enabled=yes_please", ["'yes_please'", "expected bool"]),
+        ("trainer.use_v1=False", ["trainer.use_v1=False", "allowed: True"]),
+        ("trainer.v1.trainer_mode=eager", ["trainer_mode='eager'", "'colocate_async'"]),
+        ("actor_rollout_ref.rollout.router_config_path=/mine.yaml", ["router_config_path='/mine.yaml'", "remove"]),
+        ("actor_rollout_ref.rollout.agent.agent_loop_manager_class=a.B", ["'a.B'", "WarAgentLoopManager"]),
+        ("data.max_prompt_length=2048", ["max_prompt_length=2048", "no room"]),
+        ("actor_rollout_ref.model.path=/no/such/model", ["'/no/such/model' does not exist"]),
+    ],
+)
+def test_mistakes_are_refused_before_ray_starts(override, words):
+    from verl.utils.config import validate_config
+
+    config = compose("code_agent", "grpo", "rollout@actor_rollout_ref.rollout=war", override)
+    with pytest.raises(ValueError) as error:
+        validate_config(config, use_reference_policy=False, use_critic=False)
+    for word in words:
+        assert word in str(error.value)
