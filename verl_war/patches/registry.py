@@ -100,6 +100,23 @@ class Registry:
         """Returns the names of the patches that are in force: applied, and not replaced by somebody else since."""
         return tuple(name for name, where in self._applied.items() if where.in_force())
 
+    def check(self) -> None:
+        """Makes sure that every patch whose target is imported is in force.
+
+        Raises:
+            UpstreamMismatchError: A patch is not in force, or none was ever installed in this process.
+        """
+        if not self._known():
+            support.mismatch("no patch was installed in this process", "the plugins of verl_war loaded", "reinstall it")
+        imported = (p.name for p in self._armed.values() if source.split_target(p.target)[0] in sys.modules)
+        missing = sorted({*imported, *self._applied} - set(self.applied()))
+        if missing:
+            support.mismatch(
+                f"patches {missing} are not in force in this process",
+                "all patches applied",
+                "uninstall other plugins that replace the same functions, or report the versions you run",
+            )
+
     def _known(self) -> set[str]:
         return {*self._armed, *self._applied}
 
@@ -124,6 +141,7 @@ _PROCESS = Registry()
 install = _PROCESS.install
 armed = _PROCESS.armed
 applied = _PROCESS.applied
+check = _PROCESS.check
 
 
 def verify(patch: Patch) -> bool:

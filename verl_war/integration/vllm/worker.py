@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from verl_war.patches.registry import check_applied
+from verl_war.patches import registry
 
 
 class WarWorkerExtension(vLLMColocateWorkerExtension):
@@ -12,4 +12,4 @@ class WarWorkerExtension(vLLMColocateWorkerExtension):
 
     def war_check_patches(self) -> None:
         """Raise when a patch that this worker's platform needs is not in force here."""
-        check_applied()
+        registry.check()
