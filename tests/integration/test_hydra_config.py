@@ -14,9 +14,8 @@ MACHINES = ("cpu", "gpu_8b", "gpu_32b")
 
 
 def compose(recipe, name, *overrides):
-    from hydra import compose, initialize_config_dir
-
     import verl  # noqa: F401  (its plugin registers the search path and the resolver)
+    from hydra import compose, initialize_config_dir
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
