@@ -38,9 +38,9 @@ class VllmAliasFinder(DistributionFinder):
         """Finds no modules."""
         return None
 
-    def find_distributions(self, context: DistributionFinder.Context = DistributionFinder.Context()) -> Iterable[Any]:
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Any]:
         """Yields the alias when ``context`` asks for ``vllm`` by name."""
-        if context.name == ALIAS:
+        if context is not None and context.name == ALIAS:
             yield from (_VllmAlias(real) for real in metadata.Distribution.discover(name=REAL))
 
 
