@@ -27,7 +27,7 @@ from typing import Any
 from recipes.code_agent.actions import perform, tool_schemas
 from recipes.code_agent.generate import SIZES, GeneratedTask, PackageSize, generate
 from recipes.code_agent.tasks import prompt_messages
-from recipes.code_agent.testing import run_in_process
+from recipes.code_agent.testing import InProcessTests
 from recipes.code_agent.workspace import Workspace
 
 
@@ -76,7 +76,7 @@ def demonstrations(
     for index in range(num_traces):
         generated = generate(-1 - seed, index, size)
         rng = random.Random(f"demonstrations/{seed}/{index}")
-        with Workspace(generated.task, run_in_process) as workspace:
+        with Workspace(generated.task, InProcessTests()) as workspace:
             agent = _ScriptedAgent(generated, workspace, rng, noise)
             agent.play()
             outcome = workspace.score()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.code_agent.runner import run_tests
+from recipes.code_agent.snapshots import write_files
 from recipes.code_agent.tasks import Task
 from recipes.code_agent.templates import MODULE_NAMES, PACKAGE_NAMES, TEMPLATES, Mutation, Template, mutations
 
@@ -254,14 +255,6 @@ def _outcome(files: dict[str, str]) -> dict[str, bool]:
     with tempfile.TemporaryDirectory(prefix="code_agent_") as root:
         write_files(Path(root), files)
         return run_tests(root, _test_files(files))[1]
-
-
-def write_files(root: Path, files: dict[str, str]) -> None:
-    """Write text files, given by relative path, below ``root``."""
-    for folder in {(root / path).parent for path in files}:
-        folder.mkdir(parents=True, exist_ok=True)
-    for path, text in files.items():
-        (root / path).write_text(text, encoding="utf-8")
 
 
 def _test_files(files: dict[str, str]) -> list[str]:

@@ -51,6 +51,14 @@ def base_directory() -> Path:
     return Path(tempfile.gettempdir()) / f"verl_war_code_agent_{os.getuid()}"
 
 
+def shared_directory(name: str) -> Path:
+    """Return a directory that all processes of this user share, and that stays."""
+    base = base_directory()
+    _make_base(base)
+    (base / name).mkdir(mode=0o700, exist_ok=True)
+    return base / name
+
+
 def _owner_directory() -> Path:
     global _owner
     with _owner_guard:

@@ -5,14 +5,14 @@ JSON form of a task (``extra_info["task"]`` of a row)::
     {"task_id": "demo-0-17",                     unique name
      "statement": "Package shop has a bug ...",  shown to the agent, never names the fix
      "files": {"shop/price.py": "def ..."},      text files, written over the snapshot if there is one
-     "snapshot": null,                           directory or archive (.tar, .tar.gz, .tgz, .zip) of a repository
+     "snapshot": null,                           directory or archive of a repository, see ``snapshots.py``
      "test_files": ["tests/test_price.py"],      read-only for the agent and restored before scoring
      "hidden_files": {},                         written just before scoring, so that the agent never sees them
      "fail_to_pass": ["tests/test_price.py::test_add_tax"],
      "pass_to_pass": [...],
      "test_command": null}                       null: the built-in runner; otherwise a shell command
 
-Test ids are pytest's: ``path::name``.
+Test ids are pytest's: ``path::name``. The id ``*`` of a task with a command means that it ends with exit status 0.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from typing import Any
+
+EXIT_STATUS_TEST = "*"
+"""Stands for all tests of a command whose output has no status lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

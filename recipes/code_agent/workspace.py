@@ -6,16 +6,22 @@ or an absolute path, nor through a symbolic link. Test files can be read but not
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
-from recipes.code_agent.generate import write_files
 from recipes.code_agent.scratch import new_directory, remove_tree
+from recipes.code_agent.snapshots import unpack, write_files
 from recipes.code_agent.tasks import Task
 from recipes.code_agent.testing import TestOutcome, TestRunner
+
+logger = logging.getLogger(__name__)
 
 
 class ToolInputError(Exception):
@@ -44,6 +50,24 @@ _TEST_SETTINGS = {"conftest.py", "pytest.ini", "sitecustomize.py", "usercustomiz
 """Files that change how tests run; writing one would be a way to pass without a fix."""
 
 
+_CLOSE_TIMEOUT_S = 60.0
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _exclusive(method: Method) -> Method:
+    """Let one thread at a time use the workspace, and none after it was closed."""
+
+    @wraps(method)
+    def wrapper(self: Workspace, *args: Any, **kwargs: Any) -> Any:
+        with self._guard:
+            if self._closed:
+                raise ToolInputError("the workspace is closed")
+            return method(self, *args, **kwargs)
+
+    return cast(Method, wrapper)
+
+
 class Workspace:
     """Files and tools of one trajectory; use it as a context manager, or call :meth:`close`.
 
@@ -51,23 +75,28 @@ class Workspace:
 
     Args:
         task: what to repair.
-        run_tests: how to run the tests, see :mod:`recipes.code_agent.testing`.
+        tests: runs the tests; used by this workspace alone.
         limits: bounds on outputs and edits.
     """
 
-    def __init__(self, task: Task, run_tests: TestRunner, limits: WorkspaceLimits = WorkspaceLimits()) -> None:  # noqa: B008 - immutable
+    def __init__(self, task: Task, tests: TestRunner, limits: WorkspaceLimits = WorkspaceLimits()) -> None:  # noqa: B008 - immutable
         self.task = task
         self.limits = limits
         self.counts: Counter[str] = Counter()
         """How often something happened: ``edits``, ``test_runs``, ``errors``."""
-        self._run_tests = run_tests
+        self._tests = tests
+        self._guard = threading.Lock()
+        """Held by whoever uses the files, so that nothing is written after they have been removed."""
+        self._closed = False
         self._edited_bytes = 0
         self._read_only = set(task.test_files) | set(task.hidden_files)
         self.root = new_directory("workspace")
         try:
-            write_files(self.root, task.files)
             # A sandboxed program may run as another user, who must be able to read.
             self.root.chmod(0o755)
+            if task.snapshot is not None:
+                unpack(Path(task.snapshot), self.root)
+            write_files(self.root, task.files)
         except BaseException:
             self.close()
             raise
@@ -82,9 +111,18 @@ class Workspace:
         return f"Workspace({self.task.task_id})"
 
     def close(self) -> None:
-        """Remove the directory; may be called twice, and from another thread."""
-        remove_tree(self.root)
+        """End a running test and remove the directory; may be called twice, and from another thread."""
+        self._tests.stop()
+        if not self._guard.acquire(timeout=_CLOSE_TIMEOUT_S):
+            logger.error("%r is still in use; its directory is left until this process ends", self)
+            return
+        try:
+            self._closed = True
+            remove_tree(self.root)
+        finally:
+            self._guard.release()
 
+    @_exclusive
     def list_files(self, path: str = ".") -> str:
         """Return the paths of all files below ``path``, one per line."""
         directory = self._resolve(path)
@@ -96,6 +134,7 @@ class Workspace:
             shown.append(f"[{len(paths) - len(shown)} more; name a directory]")
         return self._clip("\n".join(shown))
 
+    @_exclusive
     def read_file(self, path: str, start: int = 1) -> str:
         """Return the text of a file from line ``start`` (from 1) on, as far as it fits."""
         lines = self._read(path).splitlines(keepends=True)
@@ -109,6 +148,7 @@ class Workspace:
             return text
         return text + f"[continues at line {number} of {len(lines)}]" if text else self._clip(lines[number - 1])
 
+    @_exclusive
     def edit_file(self, path: str, search: str, replace: str) -> str:
         """Replace the only occurrence of ``search``; an empty ``search`` creates a new file."""
         target = self._resolve(path)
@@ -125,16 +165,18 @@ class Workspace:
         self.counts["edits"] += 1
         return f"edited {name}"
 
+    @_exclusive
     def run_tests(self) -> str:
         """Run the task's tests and return their output."""
         self.counts["test_runs"] += 1
-        return self._clip(self._run_tests(self.root, self.task).text)
+        return self._clip(self._tests.run(self.root, self.task).text)
 
+    @_exclusive
     def score(self) -> TestOutcome:
         """Restore the test files, add the hidden ones and run everything once more."""
         originals = {path: self.task.files[path] for path in self.task.test_files if path in self.task.files}
         write_files(self.root, originals | self.task.hidden_files)
-        return self._run_tests(self.root, self.task)
+        return self._tests.run(self.root, self.task)
 
     def _resolve(self, path: str) -> Path:
         if not path or "\0" in path or len(path) > 1000:
@@ -160,7 +202,7 @@ class Workspace:
         if target.stat().st_size > self.limits.max_file_bytes:
             raise ToolInputError(f"{path} is larger than {self.limits.max_file_bytes} bytes")
         try:
-            return target.read_text(encoding="utf-8")
+            return target.read_bytes().decode("utf-8")
         except UnicodeDecodeError as error:
             raise ToolInputError(f"{path} is not a text file") from error
 
@@ -184,8 +226,7 @@ class Workspace:
         if len(data) > self.limits.max_file_bytes or self._edited_bytes > self.limits.max_edited_bytes:
             raise ToolInputError("the edit is too large")
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(data)
+            write_files(self.root, {target.relative_to(self.root).as_posix(): text})
         except OSError as error:
             raise ToolInputError(f"{target.name}: {error.strerror}") from error
 

@@ -7,7 +7,7 @@ import pytest
 from recipes.code_agent.actions import perform, tool_schemas
 from recipes.code_agent.demonstrations import Noise, demonstrations
 from recipes.code_agent.generate import generate
-from recipes.code_agent.testing import run_in_process
+from recipes.code_agent.testing import InProcessTests
 from recipes.code_agent.workspace import Workspace
 
 NUM_TRACES = 400
@@ -45,7 +45,7 @@ def test_solved_traces_are_short(traces):
 
 def test_tool_results_are_what_the_tools_say(traces):
     for index, trace in enumerate(traces[:30]):
-        with Workspace(generate(-4, index).task, run_in_process) as workspace:
+        with Workspace(generate(-4, index).task, InProcessTests()) as workspace:
             for message, reply in zip(trace["messages"], trace["messages"][1:], strict=False):
                 for call in message.get("tool_calls", []):
                     function = call["function"]

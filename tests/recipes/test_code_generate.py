@@ -7,7 +7,7 @@ import pytest
 from recipes.code_agent.generate import SIZES, PackageSize, generate, generate_many
 from recipes.code_agent.tasks import Task, prompt_messages
 from recipes.code_agent.templates import TEMPLATES, mutations
-from recipes.code_agent.testing import run_in_process
+from recipes.code_agent.testing import InProcessTests
 from recipes.code_agent.workspace import Workspace
 
 NUM_SEEDS = 250
@@ -26,7 +26,7 @@ def test_the_same_seed_gives_the_same_task(demo_tasks):
 
 def test_each_bug_fails_and_its_fix_passes(demo_tasks):
     for generated in demo_tasks:
-        with Workspace(generated.task, run_in_process) as workspace:
+        with Workspace(generated.task, InProcessTests()) as workspace:
             before = workspace.score()
             assert before.num_passed(generated.task.fail_to_pass) == 0
             assert before.num_passed(generated.task.pass_to_pass) == len(generated.task.pass_to_pass)
@@ -63,7 +63,7 @@ def test_other_sizes(size):
         broken = generated.task.files[generated.bug.path]
         assert broken.count(generated.bug.broken) == 1
         fixed = generated.task.files | {generated.bug.path: broken.replace(generated.bug.broken, generated.bug.line)}
-        with Workspace(dataclasses.replace(generated.task, files=fixed), run_in_process) as workspace:
+        with Workspace(dataclasses.replace(generated.task, files=fixed), InProcessTests()) as workspace:
             assert all(workspace.score().passed.values())
 
 
