@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from recipes.search_agent.corpus import Document
-from recipes.search_agent.generate import SIZES, CorpusSize, Question, World, all_questions, build_world
+from recipes.search_agent.generate import SIZES, Question, World, all_questions, build_world
 from recipes.search_agent.index import CorpusIndex
 from recipes.search_agent.prompt import prompt_messages
 from recipes.search_agent.retrieval import RetrievalConfig, open_document, search
@@ -60,15 +60,15 @@ def demonstrations(
     num_traces: int,
     seed: int,
     *,
-    size: CorpusSize = SIZES["demo"],
     hops: int = 2,
     carelessness: Carelessness = Carelessness(),  # noqa: B008 - frozen
 ) -> Iterator[dict[str, Any]]:
     """Yield traces as ``{"messages": [...], "tools": [...], "correct": bool}``, each about another question.
 
-    Messages are OpenAI chat messages; tool results come from the tools' own functions.
+    Messages are OpenAI chat messages; tool results come from the tools' own functions. The world is of size
+    ``demo``, whose documents have one page.
     """
-    schemas = tool_schemas()
+    schemas, size = tool_schemas(), SIZES["demo"]
     for start in range(0, num_traces, TRACES_PER_WORLD):
         rng = random.Random(f"search_agent/demonstrations/{seed}/{start}")
         world = build_world(size, size.num_people, seed=rng.getrandbits(32))

@@ -94,11 +94,11 @@ SIZES = {
         filler_sentences=(4, 10),
         retrieval=RetrievalConfig(top_k=5, snippet_chars=120, page_chars=2_000),
     ),
-    # A page is about 3,000 tokens, a document two to four pages.
+    # A document is three or four pages of about 1,900 tokens.
     "long": CorpusSize(
         num_people=120,
-        filler_sentences=(300, 600),
-        retrieval=RetrievalConfig(top_k=20, snippet_chars=300, page_chars=12_000),
+        filler_sentences=(200, 400),
+        retrieval=RetrievalConfig(top_k=20, snippet_chars=250, page_chars=7_500),
     ),
 }
 

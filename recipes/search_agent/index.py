@@ -21,15 +21,15 @@ class CorpusIndex:
         """Index the documents.
 
         Raises:
-            ValueError: there is none.
+            ValueError: none of them holds a word.
         """
-        if not documents:
-            raise ValueError("corpus: no documents; expected at least one")
         self._documents = documents
         self._by_id = {document.doc_id: document for document in documents}
-        texts = [f"{f'{document.title} ' * TITLE_WEIGHT}{document.text}" for document in documents]
+        words = tokenize([f"{f'{document.title} ' * TITLE_WEIGHT}{document.text}" for document in documents])
+        if not any(words):
+            raise ValueError(f"corpus: none of the {len(documents)} documents holds a word; expected at least one")
         self._bm25 = bm25s.BM25(backend="numpy")
-        self._bm25.index(tokenize(texts), show_progress=False)
+        self._bm25.index(words, show_progress=False)
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -54,7 +54,7 @@ def tokenize(texts: list[str]) -> list[list[str]]:
     return bm25s.tokenize(texts, stopwords=None, token_pattern=r"(?u)\b\w+\b", return_ids=False, show_progress=False)
 
 
-_INDEXES: dict[tuple[Path, int, int], CorpusIndex] = {}
+_INDEXES: dict[Path, tuple[tuple[int, int], CorpusIndex]] = {}
 _LOADING = threading.Lock()
 
 
@@ -66,9 +66,11 @@ def load_index(path: Path) -> CorpusIndex:
     """
     if not path.is_file():
         raise ValueError(f"corpus_path is {str(path)!r}; expected a JSONL file, prepare the data first")
+    path = path.resolve()
     stat = path.stat()
-    key = (path.resolve(), stat.st_mtime_ns, stat.st_size)
+    version = (stat.st_mtime_ns, stat.st_size)
     with _LOADING:
-        if key not in _INDEXES:
-            _INDEXES[key] = CorpusIndex(read_corpus(path))
-        return _INDEXES[key]
+        known = _INDEXES.get(path)
+        if known is None or known[0] != version:
+            known = _INDEXES[path] = (version, CorpusIndex(read_corpus(path)))
+        return known[1]

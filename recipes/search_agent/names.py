@@ -12,27 +12,29 @@ _FIRST_NAMES = (
     "Rosa Ruben Selma Silas Stella Tilda Tobias Ursula Vera Viktor Wanda Willem Xenia Yvonne Zelda Zeno"
 ).split()
 _LAST_NAMES = (
-    "Abbot Archer Barlow Bishop Carver Chandler Cooper Crane Dalby Draper Ellwood Falconer Farrow Finch Fletcher Garner "
-    "Glover Hadley Harper Hawkins Hobbs Ingram Jarvis Keller Lambert Langley Mercer Miller Nash Norwood Osborne Parker "
-    "Pike Porter Quill Radley Rowan Sawyer Sexton Slater Spencer Sutton Talbot Tanner Thatcher Tucker Turner Vance "
-    "Wainwright Walker Weaver Webster Whitby Wright Yates"
+    "Abbot Archer Barlow Bishop Carver Chandler Cooper Crane Dalby Draper Ellwood Falconer Farrow Finch Fletcher "
+    "Garner Glover Hadley Harper Hawkins Hobbs Ingram Jarvis Keller Lambert Langley Mercer Miller Nash Norwood "
+    "Osborne Parker Pike Porter Quill Radley Rowan Sawyer Sexton Slater Spencer Sutton Talbot Tanner Thatcher Tucker "
+    "Turner Vance Wainwright Walker Weaver Webster Whitby Wright Yates"
 ).split()
 _TOWN_HEADS = (
-    "Ash Beech Bright Broad Brook Clear Cold Copper Dun Elm Fair Fox Glen Gold Grey Hart Hazel High Iron Kings Lang Lime "
-    "Mill Moor North Oak Rose Salt Sand Silver Stan Stone Swan Thorn West White Wild Win Wolf Wood"
+    "Ash Beech Bright Broad Brook Clear Cold Copper Dun Elm Fair Fox Glen Gold Grey Hart Hazel High Iron Kings Lang "
+    "Lime Mill Moor North Oak Rose Salt Sand Silver Stan Stone Swan Thorn West White Wild Win Wolf Wood"
 ).split()
 _TOWN_TAILS = (
-    "bridge burg bury by chester cliff combe dale den field ford gate ham haven hill holt ley mouth stead ton wick worth"
+    "bridge burg bury by chester cliff combe dale den field ford gate ham haven hill holt ley mouth stead ton wick "
+    "worth"
 ).split()
 _FIRM_HEADS = (
-    "Amber Anchor Apex Arrow Atlas Aurora Beacon Cedar Comet Compass Coral Crown Crystal Delta Diamond Eagle Ember Falcon "
-    "Granite Harbor Horizon Ivory Jade Juniper Lantern Laurel Lion Lotus Maple Meteor Nova Onyx Opal Orbit Orion Pearl "
-    "Phoenix Pioneer Prism Quartz Raven Sapphire Summit Sterling Topaz Trident Velvet Vertex Zenith Zephyr"
+    "Amber Anchor Apex Arrow Atlas Aurora Beacon Cedar Comet Compass Coral Crown Crystal Delta Diamond Eagle Ember "
+    "Falcon Granite Harbor Horizon Ivory Jade Juniper Lantern Laurel Lion Lotus Maple Meteor Nova Onyx Opal Orbit "
+    "Orion Pearl Phoenix Pioneer Prism Quartz Raven Sapphire Summit Sterling Topaz Trident Velvet Vertex Zenith "
+    "Zephyr"
 ).split()
 _FIRM_TAILS = "Bakers Builders Foods Glass Looms Metals Mills Motors Optics Paper Press Pumps Tools Toys Works".split()
 _RIVER_HEADS = (
-    "Alder Amble Barrow Birch Bram Cam Cress Dart Derwen Eder Fal Fenn Gar Hal Heron Isel Kel Lark Lin Loam Mar Mead Ner "
-    "Otter Pebble Reed Rush Rye Sedge Sel Shale Tam Teal Tor Ves Wan Wey Willow Yar"
+    "Alder Amble Barrow Birch Bram Cam Cress Dart Derwen Eder Fal Fenn Gar Hal Heron Isel Kel Lark Lin Loam Mar Mead "
+    "Ner Otter Pebble Reed Rush Rye Sedge Sel Shale Tam Teal Tor Ves Wan Wey Willow Yar"
 ).split()
 _RIVER_TAILS = "beck bourne brook burn fleet gill lynn rill water wend".split()
 _LAKE_HEADS = (

@@ -12,6 +12,9 @@ from recipes.search_agent.index import CorpusIndex, tokenize
 MAX_TITLE_CHARS = 100
 """Longer titles are cut in results, so that a corpus without real titles cannot fill the context."""
 
+_MAX_SNIPPET_WORDS = 10
+"""Words of the query that a snippet is centred on; each one slows the scan of a long text down."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrievalConfig:
@@ -67,8 +70,9 @@ def _result_line(document: Document, words: list[str], snippet_chars: int) -> st
 
 def _snippet(text: str, words: list[str], num_chars: int) -> str:
     """Return whole words around the first place in the text where a word of the query stands."""
-    places = [match.start() for word in words if (match := re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE))]
-    start = max(0, min(places, default=0) - num_chars // 4)
+    pattern = "|".join(map(re.escape, words[:_MAX_SNIPPET_WORDS]))
+    found = re.search(rf"\b(?:{pattern})\b", text, re.IGNORECASE)
+    start = max(0, found.start() - num_chars // 4) if found else 0
     if start > 0:
         start = text.find(" ", start) + 1
     end = start + num_chars

@@ -34,7 +34,7 @@ class RetrievalTool(BaseTool):
         super().__init__(config, tool_schema)
         options = {key: value for key, value in config.items() if key not in ("type", "corpus_path")}
         self._limits = RetrievalConfig.from_dict(options)
-        self._index = load_index(Path(str(config.get("corpus_path"))))
+        self._index = load_index(_corpus_path(config))
 
     @rollout_trace_op
     async def execute(
@@ -48,6 +48,16 @@ class RetrievalTool(BaseTool):
         except asyncio.TimeoutError:
             text = f"Error: {self.name} took longer than {self._limits.timeout_s:g} s; try again."
         return ToolResponse(text=text), 0.0, {}
+
+
+def _corpus_path(config: dict[str, Any]) -> Path:
+    path = config.get("corpus_path")
+    if not isinstance(path, str) or path in ("", "???"):
+        raise ValueError(
+            f"tool config: corpus_path is {path!r}; expected the path of a corpus. prepare_data writes a tools.yaml "
+            "with it next to the data: set actor_rollout_ref.rollout.multi_turn.tool_config_path to that file"
+        )
+    return Path(path)
 
 
 class SearchTool(RetrievalTool):
