@@ -62,7 +62,9 @@ def train(data_dirs, tmp_path):
 
 
 def recipe_overrides(recipe, data_dir):
-    return [f"recipe.corpus={data_dir}/corpus.jsonl"] if recipe == "search_agent" else []
+    # The search tools read the corpus that was made with the questions.
+    tools = f"actor_rollout_ref.rollout.multi_turn.tool_config_path={data_dir}/tools.yaml"
+    return [tools] if recipe == "search_agent" else []
 
 
 def run_marked(command, log_path, env):

@@ -14,7 +14,6 @@ from verl_war.integration.verl.client import TrajectoryIdentity, current_traject
 _AgentLoopWorkerTQ = AgentLoopWorkerTQ.__ray_metadata__.modified_class
 
 
-@ray.remote
 class WarAgentLoopWorker(_AgentLoopWorkerTQ):  # type: ignore[misc, valid-type]
     """verl's worker, telling the client whose turns it sends and the router when a trajectory ended."""
 
@@ -48,6 +47,7 @@ class WarAgentLoopManager(AgentLoopManagerTQ):
     def __init__(self, *args: Any, llm_client: Any, **kwargs: Any) -> None:
         client = war_client_of(llm_client)
         super().__init__(*args, llm_client=client, **kwargs)
-        self.agent_loop_workers_class = WarAgentLoopWorker
+        # Wrapped here: Ray pickles a class by value when its name in the module is the actor class.
+        self.agent_loop_workers_class = ray.remote(WarAgentLoopWorker)
         ray.get(client.router.configure.remote(client.war_config, bool(self.rollout_config.full_determinism)))
         step_metrics.attach(client.router, client.war_config.metrics_timeout_s)
