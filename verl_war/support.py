@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import Literal
 
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +63,54 @@ SUPPORT: tuple[Requirement, ...] = (
     Requirement(distribution="TransferQueue", versions=">=0.1.10,<0.2"),
     Requirement(distribution="hydra-core", versions=">=1.3.2,<1.4"),
     Requirement(distribution="arctic-inference", versions="==0.3.0"),
-    Requirement(distribution="trl", versions=">=1.0"),
+    Requirement(distribution="trl", versions="==0.27.0", machines=("gpu",), evidence="read, not run"),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intruder:
+    """A distribution that no run needs and that breaks runs when it is there.
+
+    Attributes:
+        distribution: Name as pip knows it.
+        harmless: Version specifier of the releases that do no harm; empty when only an import can tell.
+        machines: Where it matters.
+        reason: What goes wrong.
+    """
+
+    distribution: str
+    harmless: str = ""
+    machines: tuple[Machine, ...] = ("cpu", "gpu")
+    reason: str
+
+    @property
+    def remedy(self) -> str:
+        """The command that removes it."""
+        return f"pip uninstall -y {self.distribution}"
+
+
+INTRUDERS: tuple[Intruder, ...] = (
+    Intruder(
+        distribution="trl",
+        harmless="==0.27.0",
+        machines=("cpu",),
+        reason="verl imports the value head of any trl that it finds, and later releases have none",
+    ),
+    Intruder(
+        distribution="torchvision",
+        reason="a build for another torch ends the import of transformers models: "
+        "'operator torchvision::nms does not exist'",
+    ),
+    Intruder(distribution="torchcodec", reason="a build for another torch fails to load its libraries"),
+)
+
+
+def installed_machine() -> Machine:
+    """Returns for which machine the installed packages were built, without importing any: see ``VERL_PLATFORM``."""
+    chosen = os.environ.get("VERL_PLATFORM", "").strip().lower()
+    if chosen:
+        return "cpu" if chosen == "cpu" else "gpu"
+    return "cpu" if (installed_version("torch") or "").endswith("+cpu") else "gpu"
 
 
 def requirements_of(machine: Machine) -> tuple[Requirement, ...]:
@@ -72,11 +119,16 @@ def requirements_of(machine: Machine) -> tuple[Requirement, ...]:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Returns the installed version of ``distribution``, or None when it is not installed."""
+    """Returns the installed version of ``distribution``, or None when it is not installed.
+
+    A distribution that only answers to the name, as ours does for ``vllm`` on CPU machines, is not it.
+    """
     try:
-        return metadata.version(distribution)
+        found = metadata.distribution(distribution)
     except metadata.PackageNotFoundError:
         return None
+    same = canonicalize_name(found.metadata["Name"]) == canonicalize_name(distribution)
+    return found.version if same else None
 
 
 def check_versions(machine: Machine, version_of: Callable[[str], str | None] = installed_version) -> None:

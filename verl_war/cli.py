@@ -1,0 +1,31 @@
+"""Console script ``verl-war``: names the commands and hands over to them."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "doctor": ("verl_war.doctor.command", "check packages, patches, machine and model"),
+    "compare": ("verl_war.compare.command", "train with stock verl and with WAR, side by side"),
+}
+"""Name -> module with ``add_arguments(parser)`` and ``run(options) -> exit status``, and one line of help."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="verl-war", description="Workload-aware rollouts for verl.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary)
+        if words[:1] == [name]:  # only the command that runs is imported: the others may need what is not installed
+            chosen = importlib.import_module(module)
+            chosen.add_arguments(command)
+            command.set_defaults(run=chosen.run)
+    options = parser.parse_args(words)
+    return int(options.run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
