@@ -25,7 +25,7 @@ def turn(trajectory_id, prompt_tokens, **fields):
 
 def play(manager, trajectory_id, prompt_tokens, now_s=0.0, cached=0, completion=2, **fields):
     placed = manager.on_turn(turn(trajectory_id, prompt_tokens, **fields), now_s)
-    result = TurnResult(completion_tokens=completion, num_cached_tokens=cached, weights_step=0)
+    result = TurnResult(completion_tokens=completion, num_cached_tokens=cached)
     manager.on_turn_end(trajectory_id, trajectory_id, placed.replica_id, result, now_s)
     return placed.replica_id
 
@@ -139,20 +139,28 @@ def test_ends_of_unknown_turns_change_nothing_and_are_logged(manager, caplog):
     assert manager.inflight == {"a": 0, "b": 0}
 
 
-def test_new_weights_void_what_the_cache_is_believed_to_hold(manager):
+@pytest.mark.parametrize(("event", "hit_rate"), [(None, 1.0), ("weights", 0.0), ("replica", 0.0)])
+def test_beliefs_end_with_the_weights_and_with_the_replica(manager, event, hit_rate):
     home = play(manager, "t", 8)
-    manager.on_turn(turn("u", 8), 0.0)  # occupies a replica with blocks of its own
-    placed = manager.on_turn(turn("t", 16), 0.0)
-    assert placed.replica_id == home
-    # The answer tells of new weights: only this turn's own blocks were computed with them.
-    manager.on_turn_end("t", "t", home, TurnResult(num_cached_tokens=0, weights_step=1), 0.0)
     manager.report()
-    other = Turn(session_id="t", trajectory_id="t", prompt_tokens=8, block_hashes=turn("w", 8).block_hashes)
-    manager.on_turn(other, 0.0)
-    manager.on_turn_end("t", "t", home, TurnResult(weights_step=2), 0.0)
-    manager.on_turn(turn("t", 16), 0.0)
-    manager.on_turn_end("t", "t", home, TurnResult(weights_step=2), 0.0)
-    assert manager.report()["war/cache_hit_rate_believed"] == 0.0
+    if event == "weights":
+        manager.on_weights_updated(0.0)
+    elif event == "replica":
+        manager.on_replica_down(home, 0.0)
+        manager.on_replica_up(home, 0.0)
+        manager.on_replica_down("b" if home == "a" else "a", 0.0)
+    assert play(manager, "t", 8) == home
+    assert manager.report()["war/cache_hit_rate_believed"] == hit_rate
+
+
+def test_siblings_that_start_together_are_believed_to_share_their_prompt(manager):
+    manager.on_replica_down("b", 0.0)
+    hashes = turn("prompt", 8).block_hashes
+    for name in ("s1", "s2"):
+        manager.on_turn(Turn(session_id=name, trajectory_id=name, prompt_tokens=8, block_hashes=hashes), 0.0)
+    for name in ("s1", "s2"):
+        manager.on_turn_end(name, name, "a", TurnResult(), 0.0)
+    assert manager.report()["war/cache_hit_rate_believed"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(("readings", "expected"), [([3, 5], 5), ([5, 2], 7), ([0, 0], 0)])

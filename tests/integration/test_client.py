@@ -91,7 +91,7 @@ async def test_a_turn_is_described_placed_reported_and_returned(kind):
     }  # fmt: skip
     assert router.released == {
         "server_id": "replica", "request_id": "session", "trajectory_id": "uid_2",
-        "result": TurnResult(completion_tokens=2, num_cached_tokens=64, weights_step=3),
+        "result": TurnResult(completion_tokens=2, num_cached_tokens=64),
     }  # fmt: skip
     ((_, sent),) = server.generate.calls
     assert sent["prompt_ids"] == PROMPT and sent["priority"] == 5

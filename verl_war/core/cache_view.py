@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 
 class CacheView:
-    """Blocks that were computed on each replica since its weights last changed.
+    """Blocks of the turns that were sent to each replica since the weights last changed.
 
-    It knows nothing of eviction, so a belief is an upper bound: the difference to the measured
-    `num_cached_tokens` shows how much the engine has evicted.
+    A block counts from when its turn is placed: vLLM shares it with other requests as soon as it is
+    computed, so siblings that start together hit each other's prompt. Nothing is known of eviction,
+    so a belief is an upper bound: the difference to the measured `num_cached_tokens` shows how much
+    the engine has evicted.
     """
 
     def __init__(self, block_size_tokens: int) -> None:
@@ -17,7 +19,7 @@ class CacheView:
         self._blocks: dict[str, set[int]] = {}
 
     def believed_tokens(self, replica_id: str, block_hashes: Sequence[int]) -> int:
-        """Tokens of the longest prefix whose blocks were all computed on the replica."""
+        """Tokens of the longest prefix whose blocks were all sent to the replica."""
         known = self._blocks.get(replica_id, set())
         hit_blocks = 0
         for block_hash in block_hashes:
@@ -27,9 +29,13 @@ class CacheView:
         return hit_blocks * self._block_size_tokens
 
     def record(self, replica_id: str, block_hashes: Sequence[int]) -> None:
-        """Note that the replica has computed these blocks."""
+        """Note that the replica computes these blocks."""
         self._blocks.setdefault(replica_id, set()).update(block_hashes)
 
     def drop(self, replica_id: str) -> None:
-        """Forget all of a replica's blocks: its weights changed or it left."""
+        """Forget a replica's blocks: it left."""
         self._blocks.pop(replica_id, None)
+
+    def drop_all(self) -> None:
+        """Forget all blocks: the weights changed."""
+        self._blocks.clear()

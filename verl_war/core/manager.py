@@ -49,7 +49,6 @@ class _Replica:
     live_trajectories_peak: int = 0
     kv_tokens_peak: int = 0
     kv_usage_peak: float = 0.0
-    weights_step: int | None = None
     preemptions_seen: int = 0
 
     def note_peaks(self) -> None:
@@ -107,6 +106,7 @@ class WorkloadManager:
             self._move(trajectory, replica_id)
         self._set_context(trajectory, turn.prompt_tokens)
         believed = self._cache_view.believed_tokens(replica_id, turn.block_hashes)
+        self._cache_view.record(replica_id, turn.block_hashes)
         trajectory.pending.append(_PendingTurn(turn, replica_id, believed))
         return placement
 
@@ -119,7 +119,6 @@ class WorkloadManager:
             logger.warning("turn of trajectory %s ended on %s but is not pending there", trajectory_id, replica_id)
             return
         self._placement.release(replica_id)
-        self._learn_cache(pending, result)
         self._set_context(trajectory, pending.turn.prompt_tokens + result.completion_tokens)
         if not trajectory.validate:
             self._stats.on_turn_end(replica_id, pending.turn.prompt_tokens, pending.believed_tokens, result)
@@ -145,6 +144,10 @@ class WorkloadManager:
         self._preemptions += snapshot.preemptions - replica.preemptions_seen
         replica.preemptions_seen = snapshot.preemptions
         replica.kv_usage_peak = max(replica.kv_usage_peak, snapshot.kv_usage_peak)
+
+    def on_weights_updated(self, now_s: float) -> None:
+        """The policy changed on all replicas; verl clears their prefix caches with it."""
+        self._cache_view.drop_all()
 
     def on_decision_time(self, seconds: float) -> None:
         """How long the caller measured one `on_turn` to take."""
@@ -194,12 +197,3 @@ class WorkloadManager:
         trajectory.context_tokens = context_tokens
         if not trajectory.validate:
             replica.note_peaks()
-
-    def _learn_cache(self, pending: _PendingTurn, result: TurnResult) -> None:
-        if result.failed:
-            return
-        replica = self._replicas[pending.replica_id]
-        if result.weights_step is not None and result.weights_step != replica.weights_step:
-            self._cache_view.drop(pending.replica_id)
-            replica.weights_step = result.weights_step
-        self._cache_view.record(pending.replica_id, pending.turn.block_hashes)

@@ -49,13 +49,11 @@ class TurnResult:
     Attributes:
         completion_tokens: Tokens generated.
         num_cached_tokens: Prompt tokens served from the replica's prefix cache; None when not reported.
-        weights_step: Global step of the weights that generated it; None when not reported.
         failed: The request raised instead of returning.
     """
 
     completion_tokens: int = 0
     num_cached_tokens: int | None = None
-    weights_step: int | None = None
     failed: bool = False
 
 

@@ -140,5 +140,4 @@ def _result(output: TokenOutput) -> TurnResult:
     return TurnResult(
         completion_tokens=len(output.token_ids),
         num_cached_tokens=output.extra_fields.get("num_cached_tokens"),
-        weights_step=output.extra_fields.get("global_steps"),
     )

@@ -81,6 +81,8 @@ class WarRouter:
     async def step_metrics(self) -> dict[str, float]:
         """Read all engines and return the metrics since the last call.
 
+        verl calls for them once a step, right after it has updated the weights of all replicas.
+
         Raises:
             TimeoutError: An engine did not answer within `metrics_timeout_s`.
         """
@@ -90,6 +92,7 @@ class WarRouter:
         snapshots = await asyncio.wait_for(asyncio.gather(*reads), self._metrics_timeout_s)
         for replica_id, snapshot in zip(pool, snapshots, strict=True):
             manager.on_snapshot(replica_id, snapshot, time.monotonic())
+        manager.on_weights_updated(time.monotonic())
         return manager.report()
 
     async def require_acquire_fields(self) -> list[str]:
