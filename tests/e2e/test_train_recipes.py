@@ -1,0 +1,96 @@
+"""Both recipes train with both algorithms, with stock verl and with WAR, and WAR's metrics move."""
+
+import itertools
+import math
+import re
+
+import pytest
+
+from verl_war.core.step_stats import METRICS
+
+from .conftest import WAR
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(700)]
+
+RUNS = list(itertools.product(("code_agent", "search_agent"), ("grpo", "ppo")))
+TRAJECTORIES = 4 * 4
+"""Prompts times samples of a step, see `train`."""
+
+ZERO_UNLESS_IN_TROUBLE = {"war/trajectories_failed", "war/turns_failed", "war/turns_moved", "war/preemptions",
+                          "war/trajectories_live"}  # fmt: skip
+"""Counts that stay zero in a healthy synchronous run of stock placement; unit tests move them."""
+
+
+def check_training(run, algorithm):
+    assert len(run.steps) == 2
+    for step in run.steps:
+        assert step["training/rollout_actor_probs_pearson_corr"] > 0.999, "rollout and trainer disagree on the policy"
+        assert step["num_turns/mean"] > 3, "the agent does not use its tools"
+        assert math.isfinite(step["actor/pg_loss"])
+        assert ("critic/vf_loss" in step) == (algorithm == "ppo")
+
+
+@pytest.mark.parametrize(("recipe", "algorithm"), RUNS)
+def test_stock_verl(train, recipe, algorithm):
+    run = train(recipe, algorithm)
+    check_training(run, algorithm)
+    assert not [key for key in run.steps[0] if key.startswith("war/")]
+
+
+@pytest.mark.parametrize(("recipe", "algorithm"), RUNS)
+def test_war(train, recipe, algorithm):
+    run = train(recipe, algorithm, WAR)
+    check_training(run, algorithm)
+    for step in run.steps:
+        check_war_metrics(step)
+    # What verl measures itself and what the router counted is the same work.
+    for step in run.steps:
+        assert step["war/rollout_makespan_s"] <= step["timing_s/gen"] + 0.5
+        assert step["num_turns/mean"] > step["war/turns"] / TRAJECTORIES
+
+
+def check_war_metrics(step):
+    expected = {name.replace("{i}", str(i)) for name in METRICS for i in ((0, 1) if "{i}" in name else (0,))}
+    logged = {key: value for key, value in step.items() if key.startswith("war/")}
+    assert set(logged) == expected
+    still = {name for name, value in logged.items() if value == 0}
+    assert still <= ZERO_UNLESS_IN_TROUBLE, f"metrics that did not move: {sorted(still)}"
+    assert logged["war/trajectories"] == TRAJECTORIES
+    assert logged["war/prompt_tokens_cached"] + logged["war/prompt_tokens_recomputed"] == logged["war/prompt_tokens"]
+    # Without eviction the belief can only differ by partial blocks: ours have 64 tokens, the engine's 128.
+    assert logged["war/preemptions"] == 0
+    assert logged["war/cache_hit_rate"] <= logged["war/cache_hit_rate_believed"] < logged["war/cache_hit_rate"] + 0.4
+    assert 1.0 <= logged["war/imbalance"] <= 2.0
+    assert logged["war/rollout_t90_s"] <= logged["war/rollout_makespan_s"]
+
+
+@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
+def test_asynchronous_trainers(train, mode):
+    overrides = {
+        "colocate_async": [],
+        # One replica beside the trainer, one on its own; weights travel through Ray's object store.
+        "separate_async": [
+            "trainer.n_gpus_per_node=1",
+            "ray_kwargs.ray_init.num_gpus=2",
+            "actor_rollout_ref.rollout.nnodes=1",
+            "actor_rollout_ref.rollout.n_gpus_per_node=1",
+            "trainer.v1.separate_async.parameter_sync_step=1",
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=object_store",
+            "+actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module="
+            "verl_war.integration.verl.object_store_engine",
+        ],
+    }[mode]
+    run = train("search_agent", "grpo", WAR, f"trainer.v1.trainer_mode={mode}", *overrides)
+    assert len(run.steps) == 2
+    assert all(step["war/trajectories"] > 0 and step["war/turns"] > 0 for step in run.steps)
+
+
+@pytest.mark.timeout(300)
+def test_a_mistake_stops_the_run_before_ray_starts(train):
+    with pytest.raises(AssertionError) as failure:
+        train("code_agent", "grpo", WAR, "+actor_rollout_ref.rollout.custom.war.specultaion.enabled=True")
+    message = str(failure.value)
+    assert re.search(
+        r"unknown key actor_rollout_ref\.rollout\.custom\.war\.specultaion.*did you mean 'speculation'", message
+    )
+    assert "Started a local Ray instance" not in message
