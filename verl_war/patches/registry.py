@@ -5,7 +5,6 @@ with the installed files, then arms it: the replacement happens right behind the
 nothing heavy is imported early, and before any other module can copy the old name.
 """
 
-import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -206,9 +205,3 @@ def _rebind_copies(module: ModuleType, original: Any, replacement: Any) -> None:
         if name.partition(".")[0] == package and other is not None and other is not module:
             for attribute in [key for key, value in vars(other).items() if value is original]:
                 setattr(other, attribute, replacement)
-
-
-def import_target(patch: Patch) -> Any:
-    """Imports the target's module and returns what the target names now."""
-    module = importlib.import_module(source.split_target(patch.target)[0])
-    return _resolve(patch, module)[2]

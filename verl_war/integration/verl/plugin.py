@@ -4,11 +4,15 @@ verl logs the failure of a plugin at DEBUG and goes on. A worker that goes on un
 failure here ends the process instead: verl catches ``Exception``, and ``SystemExit`` is none.
 """
 
+import os
 import traceback
 from collections.abc import Callable
 
 # Only what cannot fail is imported here: an ImportError of this module would be swallowed too.
 from verl_war.support import UpstreamMismatchError
+
+PLUGIN_NAME = "verl_war"
+"""Name of our entry points, in setup.py."""
 
 
 def _check_versions() -> None:
@@ -16,6 +20,16 @@ def _check_versions() -> None:
     from verl_war.integration.verl import platform_cpu
 
     support.check_versions(platform_cpu.machine())
+
+
+def _check_engines_load_us() -> None:
+    """vLLM loads only the plugins that ``VLLM_PLUGINS`` names, where it is set: engines would run unpatched."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN_NAME not in allowed.split(","):
+        raise UpstreamMismatchError(
+            f"VLLM_PLUGINS={allowed!r} keeps vLLM from loading verl_war; expected it to name {PLUGIN_NAME!r}. "
+            f"Remedy: unset VLLM_PLUGINS or add {PLUGIN_NAME} to it"
+        )
 
 
 def _prepare_cpu_machine() -> None:
@@ -39,7 +53,13 @@ def _register_war() -> None:
     register_war()
 
 
-STEPS: tuple[Callable[[], None], ...] = (_check_versions, _prepare_cpu_machine, _install_patches, _register_war)
+STEPS: tuple[Callable[[], None], ...] = (
+    _check_versions,
+    _check_engines_load_us,
+    _prepare_cpu_machine,
+    _install_patches,
+    _register_war,
+)
 """What happens when verl is imported, in this order."""
 
 
