@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -111,3 +112,17 @@ def _check_text(value: Any, name: str, place: str) -> None:
 
 def _shown(value: Any) -> str:
     return "null" if value is None else f"{type(value).__name__} {value!r:.60}"
+
+
+def main(paths: list[str]) -> None:
+    """Check the files of a command line: ``python -m recipes.datasets FILE...``."""
+    for path in paths:
+        try:
+            num_rows = check_rows(path)
+        except ValueError as error:
+            raise SystemExit(f"dataset check failed: {error}") from error
+        sys.stdout.write(f"{path}: {num_rows} rows are well formed\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -13,5 +13,6 @@ if [[ ! -f data/search_agent/train.parquet ]]; then
   python -m recipes.search_agent.prepare_data --out data/search_agent --num-train "${NUM_TRAIN:-512}" --num-val "${NUM_VAL:-64}" \
     --seed 1 --size "${SIZE:-demo}"
 fi
+python -m recipes.datasets data/search_agent/train.parquet data/search_agent/val.parquet
 exec python -m verl.trainer.main_ppo --config-path "$PWD/recipes/search_agent/config" --config-name "$algorithm" \
   rollout@actor_rollout_ref.rollout=war "$@"

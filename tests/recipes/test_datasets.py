@@ -138,3 +138,16 @@ def test_memory_does_not_grow_with_the_file(tmp_path, suffix):
     command = [sys.executable, "-c", MEASURE, str(path)]
     measured = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert int(measured.stdout) < path.stat().st_size / 2
+
+
+def test_command_line_says_what_is_wrong_and_where(tmp_path):
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{}\n")
+    command = [sys.executable, "-m", "recipes.datasets", str(bad)]
+    result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert f"{bad} row 0" in result.stderr and "Traceback" not in result.stderr
