@@ -1,0 +1,86 @@
+"""What a person is told while a trial runs and when it fails; how much memory there is."""
+
+import io
+import json
+
+import pytest
+
+from verl_war.compare.machine import available_memory_bytes, describe, require_memory
+from verl_war.compare.progress import Display, step_summary
+from verl_war.compare.trial import failure_message
+
+LOG = (
+    """starting
+Traceback (most recent call last):
+  File "x.py", line 1
+ValueError: first cause
+\x1b[36m(Worker pid=1)\x1b[0m going on
+ray.exceptions.RayTaskError(KeyError): the last one
+(raylet) bye
+"""
+    + "noise\n" * 50
+)
+
+
+def test_failure_shows_the_last_exception_and_where_the_log_is(tmp_path):
+    log = tmp_path / "console.log"
+    log.write_text(LOG)
+    message = failure_message("stock", 1, log)
+    assert message.splitlines()[0] == "stock failed with exit status 1; the end of its log:"
+    assert message.splitlines()[-2] == "ray.exceptions.RayTaskError(KeyError): the last one"
+    assert message.splitlines()[-1] == f"full log: {log}"
+    assert "ValueError: first cause" in message and "noise" not in message
+
+
+def test_failure_without_an_exception_shows_the_end(tmp_path):
+    log = tmp_path / "console.log"
+    log.write_text("\n".join(f"line {number}" for number in range(100)))
+    assert failure_message("war", 137, log).splitlines()[-2] == "line 99"
+
+
+def test_progress_without_a_terminal_is_a_line_for_each_phase_and_step(tmp_path):
+    log, metrics, stream = tmp_path / "console.log", tmp_path / "metrics.jsonl", io.StringIO()
+    log.write_text("ray init kwargs: of an earlier attempt\n")
+    display = Display("stock", 3, log, metrics, stream)
+    display.update()
+    with log.open("a") as file:
+        file.write("ray init kwargs: {}\n")
+    display.update()
+    for step in (1, 2):
+        data = {"training/global_step": step, "critic/score/mean": 0.5, "timing_s/step": 2.0, "timing_s/gen": 1.0}
+        with metrics.open("a") as file:
+            file.write(json.dumps({"step": step, "data": data}) + "\n")
+        display.update()
+        display.update()
+    display.close()
+    lines = [line.split("] ")[1] for line in stream.getvalue().splitlines()]
+    assert lines == [
+        "stock: starting up",
+        "stock: starting Ray",
+        "stock: step 1/3, reward 0.500, step 2.0 s, rollout 1.0 s",
+        "stock: step 2/3, reward 0.500, step 2.0 s, rollout 1.0 s",
+    ]
+
+
+def test_summary_of_a_step_names_only_what_was_logged():
+    assert step_summary({"timing_s/step": 1.25}) == "step 1.2 s"
+
+
+def test_container_limit_counts_page_cache_as_free(tmp_path):
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\nactive_file 50\n")
+    assert available_memory_bytes(tmp_path) == 300
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory_bytes(tmp_path) > 1000
+
+
+def test_memory_error_states_needed_and_found():
+    require_memory(1, "training war")
+    with pytest.raises(ValueError, match=r"training war needs 1048576.0 GiB of free memory and \d+\.\d GiB are free"):
+        require_memory(2**50, "training war")
+
+
+def test_description_names_versions_and_hardware(repo):
+    facts = describe(repo)
+    assert facts["verl"] and facts["python"] and "cores" in facts["machine"]

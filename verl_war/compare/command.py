@@ -1,0 +1,169 @@
+"""`verl-war compare`: train a recipe with stock verl and with WAR, and set the numbers side by side."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from verl_war.compare.machine import GIB, describe
+from verl_war.compare.plan import ALGORITHMS, ARMS, RECIPES, Plan, Trial, find_repo
+from verl_war.compare.report import Runs, summarise
+from verl_war.compare.series import read_series
+from verl_war.compare.tables import as_text, comparison_rows, markdown_report, notes
+from verl_war.compare.trial import Interrupted, TrialFailed, interruptible, prepare_data, recover, run_trial
+from verl_war.compare.workspace import claim, load_state, locked, write_atomically
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+CPU_MEMORY_GIB = 12.0
+"""What two replicas, two trainers and Ray take on a CPU machine with the demo model: 11.7 GB were seen."""
+
+NEEDED_MODULES = ("matplotlib", "tensorboard", "tqdm")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `verl-war compare`."""
+    parser.description = __doc__
+    parser.add_argument("--recipe", default="code_agent", metavar="|".join(RECIPES), help="what to train (%(default)s)")
+    parser.add_argument("--algorithm", default="grpo", metavar="|".join(ALGORITHMS), help="how (%(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="training steps of every trial (%(default)s)")
+    parser.add_argument("--machine", default="cpu", help="the recipe's configuration for this machine (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of data, sampling and training (%(default)s)")
+    parser.add_argument("--arms", default=",".join(ARMS), help="what to compare; the first is the base (%(default)s)")
+    parser.add_argument("--repeat", type=int, default=1, help="trials of each arm, with seeds SEED.. (%(default)s)")
+    parser.add_argument("--num-train", type=int, default=64, help="generated training tasks (%(default)s)")
+    parser.add_argument("--num-val", type=int, default=16, help="generated validation tasks (%(default)s)")
+    parser.add_argument("--memory-gb", type=float, help=f"free GiB a trial needs ({CPU_MEMORY_GIB:g} on cpu, else 0)")
+    parser.add_argument("--out", type=Path, help="directory of results (runs/<recipe>-<algorithm>-...)")
+    parser.add_argument("--fresh", action="store_true", help="discard what an earlier run left in --out")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides for all arms, as for verl")
+
+
+def run(options: argparse.Namespace, stream: TextIO = sys.stdout) -> int:
+    """Run the comparison and return the exit status: 0, 1 (a trial failed), 2 (usage), 128 + signal (stopped)."""
+    try:
+        with interruptible():
+            compare(plan_of(options, Path.cwd()), options.fresh, stream)
+    except ValueError as error:
+        sys.stderr.write(f"verl-war compare: {error}\n")
+        return EXIT_USAGE
+    except TrialFailed as error:
+        sys.stderr.write(f"verl-war compare: {error}\nthe same command goes on from the last checkpoint\n")
+        return EXIT_FAILED
+    except Interrupted as stop:
+        sys.stderr.write(
+            f"\nstopped by {stop}; no process is left, the same command goes on from the last checkpoint\n"
+        )
+        return 128 + stop.signum
+    return 0
+
+
+def plan_of(options: argparse.Namespace, cwd: Path) -> Plan:
+    """The plan that the options stand for.
+
+    Raises:
+        ValueError: An option is not what it may be, or ``cwd`` is not in a clone.
+    """
+    memory_gib = options.memory_gb
+    if memory_gib is None:
+        memory_gib = CPU_MEMORY_GIB if options.machine == "cpu" else 0.0
+    return Plan(
+        recipe=options.recipe,
+        algorithm=options.algorithm,
+        steps=options.steps,
+        machine=options.machine,
+        seed=options.seed,
+        arms=tuple(options.arms.split(",")),
+        repeats=options.repeat,
+        num_train=options.num_train,
+        num_val=options.num_val,
+        overrides=tuple(options.overrides),
+        memory_bytes=int(memory_gib * GIB),
+        out=(options.out or cwd / "runs" / default_name(options)).absolute(),
+        repo=find_repo(cwd, options.recipe),
+    )
+
+
+def default_name(options: argparse.Namespace) -> str:
+    """A name that the same command always gets, so that repeating it goes on where it stopped."""
+    parts = [options.recipe, options.algorithm, options.machine, f"{options.steps}steps", f"seed{options.seed}"]
+    special = [*options.overrides, options.num_train, options.num_val]
+    if special != [64, 16]:
+        parts.append(hashlib.sha256(repr(special).encode()).hexdigest()[:6])
+    return "-".join(parts)
+
+
+def compare(plan: Plan, fresh: bool, stream: TextIO) -> None:
+    """Run all trials that are not complete yet and write the report.
+
+    Raises:
+        ValueError: The plan cannot be carried out here; nothing was lost.
+        TrialFailed: A trial ended with an error; the ones before it are kept.
+        Interrupted: We were told to stop.
+    """
+    _require_modules()
+    with locked(plan.out):
+        trials = plan.trials()
+        for trial in trials:
+            recover(load_state(trial))
+        claim(plan, fresh)
+        stream.write(f"comparing {' and '.join(plan.arms)}: {plan.recipe}, {plan.algorithm}, {plan.steps} steps\n")
+        stream.write(f"results go to {plan.out}\n")
+        prepare_data(plan, stream)
+        for trial in trials:
+            run_trial(plan, trial, stream)
+        write_report(plan, trials, stream)
+
+
+def write_report(plan: Plan, trials: list[Trial], stream: TextIO) -> None:
+    """Write plots, `report.json` and `report.md`, and show the table."""
+    # Imported late: it takes a second, and errors in the options should not wait for it.
+    from verl_war.compare.plots import draw
+
+    runs: Runs = {
+        arm: [read_series(trial) for trial in sorted(trials, key=lambda trial: trial.repeat) if trial.arm == arm]
+        for arm in plan.arms
+    }
+    plots = draw(runs, plan.out / "plots")
+    report = _report(plan, trials, runs)
+    write_atomically(plan.out / "report.json", json.dumps(report, indent=1))
+    write_atomically(plan.out / "report.md", markdown_report(report, [f"plots/{path.name}" for path in plots]))
+    stream.write(f"\n{as_text(comparison_rows(report['summary']))}\n\n{notes(report['summary'])}\n\n")
+    stream.write(f"report:      {plan.out / 'report.md'} and report.json\n")
+    stream.write(f"plots:       {', '.join(str(path) for path in plots)}\n")
+    for trial in trials:
+        stream.write(f"{trial.name + ':':12} {trial.directory}/ (console.log, metrics/, checkpoints/, tensorboard/)\n")
+
+
+def _report(plan: Plan, trials: list[Trial], runs: Runs) -> dict[str, Any]:
+    states = {trial.name: load_state(trial) for trial in trials}
+    return {
+        "plan": plan.identity() | {"arms": list(plan.arms), "repeats": plan.repeats},
+        "command": shlex.join(["verl-war", *sys.argv[1:]]),
+        "trials": [
+            {
+                "name": trial.name,
+                "arm": trial.arm,
+                "seed": trial.seed,
+                "attempts": states[trial.name].attempts,
+                "seconds": states[trial.name].seconds,
+                "command": shlex.join(plan.command(trial)),
+            }
+            for trial in trials
+        ],
+        "environment": describe(plan.repo),
+        "summary": summarise(runs),
+    }
+
+
+def _require_modules() -> None:
+    missing = [name for name in NEEDED_MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f'{", ".join(missing)} must be installed for this command: pip install "verl_war[recipes]"')

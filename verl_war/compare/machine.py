@@ -1,0 +1,88 @@
+"""What a comparison needs to know of the machine: free memory, and the facts that belong beside a result."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from verl_war.support import SUPPORT
+from verl_war.version import __version__
+
+CGROUP = Path("/sys/fs/cgroup")
+GIB = 2**30
+
+
+def available_memory_bytes(cgroup: Path = CGROUP) -> int:
+    """Memory that new processes can get: the machine's, or less where a container limits us."""
+    available = psutil.virtual_memory().available
+    limit, used = _read_limit(cgroup / "memory.max"), _read_limit(cgroup / "memory.current")
+    if limit is None or used is None:
+        return available
+    # The page cache counts as used but is given back on demand.
+    return min(available, limit - used + _cached_bytes(cgroup / "memory.stat"))
+
+
+def require_memory(needed_bytes: int, what: str) -> None:
+    """Check that ``what`` can run now.
+
+    Raises:
+        ValueError: There is less memory; states needed and found.
+    """
+    found_bytes = available_memory_bytes()
+    if found_bytes < needed_bytes:
+        raise ValueError(
+            f"{what} needs {needed_bytes / GIB:.1f} GiB of free memory and {found_bytes / GIB:.1f} GiB are free; end "
+            "other programs (another training run?) or lower --memory-gb if you know that less is enough, and repeat "
+            "the same command: what is finished is kept"
+        )
+
+
+def describe(repo: Path) -> dict[str, str]:
+    """Versions and hardware, for reports."""
+    versions = {row.distribution: _installed(row.distribution) for row in SUPPORT}
+    return {
+        "verl_war": " ".join(filter(None, [__version__, _git_commit(repo)])),
+        **{name: version for name, version in versions.items() if version},
+        "python": platform.python_version(),
+        "machine": f"{_cpu_name()}, {os.cpu_count()} cores, {psutil.virtual_memory().total / GIB:.0f} GiB",
+        "system": platform.platform(terse=True),
+    }
+
+
+def _read_limit(path: Path) -> int | None:
+    text = path.read_text().strip() if path.exists() else ""
+    return int(text) if text.isdigit() else None
+
+
+def _cached_bytes(path: Path) -> int:
+    rows = dict(line.split() for line in path.read_text().splitlines()) if path.exists() else {}
+    return int(rows.get("inactive_file", 0)) + int(rows.get("active_file", 0))
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit(repo: Path) -> str | None:
+    """Short name of the clone's commit, marked when the tree has changes; None outside of git."""
+    command = ["git", "-C", str(repo), "describe", "--always", "--dirty", "--abbrev=10"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None if result.returncode == 0 else None
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

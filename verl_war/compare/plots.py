@@ -1,0 +1,63 @@
+"""Curves of a comparison as PNG files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+
+from verl_war.compare.report import QUANTITIES, REWARD_KEY, Runs
+from verl_war.compare.series import Series
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt  # noqa: E402  the backend must be chosen first
+from matplotlib.axes import Axes  # noqa: E402
+
+Curve = Callable[[Series], dict[int, float]]
+
+COLOURS = ("tab:gray", "tab:blue", "tab:orange", "tab:green")
+
+_BY_NAME = {quantity.name: quantity.per_step for quantity in QUANTITIES}
+
+PLOTS: dict[str, tuple[tuple[str, Curve], ...]] = {
+    "reward": (("mean reward of a step", lambda series: series.values(REWARD_KEY)),),
+    "tokens": (
+        ("prompt tokens of a step", _BY_NAME["prompt tokens"]),
+        ("response tokens of a step", _BY_NAME["response tokens (generated and tool results)"]),
+    ),
+    "seconds": (
+        ("step, s", lambda series: series.values("timing_s/step")),
+        ("rollout, s", lambda series: series.values("timing_s/gen")),
+    ),
+}
+"""File name -> its panels: axis label and curve."""
+
+
+def draw(runs: Runs, folder: Path) -> list[Path]:
+    """Write one PNG per entry of :data:`PLOTS` and return the paths. Repeats share a colour."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return [_draw_file(runs, folder / f"{name}.png", panels) for name, panels in PLOTS.items()]
+
+
+def _draw_file(runs: Runs, path: Path, panels: tuple[tuple[str, Curve], ...]) -> Path:
+    figure, grid = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4), squeeze=False, layout="constrained")
+    for axes, (label, curve) in zip(grid[0], panels, strict=True):
+        _draw_panel(axes, runs, label, curve)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def _draw_panel(axes: Axes, runs: Runs, label: str, curve: Curve) -> None:
+    for colour, (arm, trials) in zip(COLOURS, runs.items(), strict=False):
+        for repeat, series in enumerate(trials):
+            values = curve(series)
+            axes.plot(list(values), list(values.values()), marker=".", color=colour, label=None if repeat else arm)
+    axes.set_xlabel("training step")
+    axes.set_ylabel(label)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+    axes.legend()

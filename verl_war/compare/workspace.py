@@ -1,0 +1,171 @@
+"""The directory of a comparison: who may use it, what is done in it, and where a trial goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from verl_war.compare.plan import Plan, Trial
+from verl_war.compare.series import read_series
+
+Status = Literal["new", "running", "interrupted", "failed", "complete"]
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""verl's note of the checkpoint to resume from."""
+
+LAST_PART = "data.pt"
+"""verl writes the data loader's state after everything else of a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialState:
+    """What is known of a trial between two starts of the comparison.
+
+    Attributes:
+        status: How the last attempt ended; ``running`` after a crash of the comparison itself.
+        attempts: Starts so far.
+        run_id: Mark of the last attempt's processes.
+        scratch: Temporary directory of the last attempt.
+        started_at_s: Start of the last attempt, seconds since the epoch.
+        seconds: Wall time of all attempts that ended under our eyes.
+    """
+
+    status: Status = "new"
+    attempts: int = 0
+    run_id: str = ""
+    scratch: str = ""
+    started_at_s: float = 0.0
+    seconds: float = 0.0
+
+
+def load_state(trial: Trial) -> TrialState:
+    """The state of ``trial``, a fresh one when it never started.
+
+    Raises:
+        ValueError: The file is not ours.
+    """
+    path = _state_file(trial)
+    if not path.exists():
+        return TrialState()
+    try:
+        return TrialState(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not a state file of verl-war compare; use --fresh or another --out") from error
+
+
+def save_state(trial: Trial, state: TrialState) -> None:
+    """Write ``state`` so that a crash leaves the old one or the new one."""
+    write_atomically(_state_file(trial), json.dumps(asdict(state), indent=1))
+
+
+def _state_file(trial: Trial) -> Path:
+    return trial.directory / "state.json"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the content of ``path`` in one go."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Hold ``out`` for this process alone. The lock ends with the process, however that ends.
+
+    Raises:
+        ValueError: Another process holds it.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / ".lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            raise ValueError(
+                f"--out={out} is in use by another comparison (process {holder}); wait for it, stop it, or choose "
+                "another --out"
+            ) from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def claim(plan: Plan, fresh: bool) -> None:
+    """Make ``plan.out`` the directory of ``plan``; with ``fresh``, empty it of earlier trials first.
+
+    Raises:
+        ValueError: It holds another comparison.
+    """
+    path = plan.out / "plan.json"
+    if fresh:
+        _remove_results(plan.out)
+    wanted: dict[str, Any] = plan.identity()
+    if path.exists():
+        found = json.loads(path.read_text())
+        changed = [f"{key}: {found.get(key)!r} -> {wanted[key]!r}" for key in wanted if found.get(key) != wanted[key]]
+        if changed:
+            raise ValueError(
+                f"--out={plan.out} holds another comparison ({'; '.join(changed)}); choose another --out, or use "
+                "--fresh to discard it"
+            )
+    write_atomically(path, json.dumps(wanted, indent=1))
+
+
+def _remove_results(out: Path) -> None:
+    """Delete what a comparison made, and nothing that somebody else put there."""
+    if not (out / "plan.json").exists():
+        return
+    for state in out.glob("*/state.json"):
+        shutil.rmtree(state.parent)
+    for name in ("data", "plots"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    for name in ("plan.json", "report.md", "report.json"):
+        (out / name).unlink(missing_ok=True)
+
+
+def is_complete(trial: Trial, state: TrialState, steps: int) -> bool:
+    """Whether ``trial`` ended well and its last step is on record."""
+    return state.status == "complete" and read_series(trial).last_step >= steps
+
+
+def rewind(trial: Trial) -> int:
+    """Point verl to the newest checkpoint that can be resumed without a gap, and return its step (0: none).
+
+    verl notes a checkpoint before it logs the step, and does neither atomically. So a checkpoint counts when it is
+    whole and its step is on record; otherwise the one before it does.
+    """
+    logged = read_series(trial).last_step
+    noted = _noted_step(trial.checkpoints / TRACKER)
+    usable = [step for step in _checkpoint_steps(trial.checkpoints) if step <= min(logged, noted)]
+    step = max(usable, default=0)
+    if step and step != noted:
+        write_atomically(trial.checkpoints / TRACKER, str(step))
+    elif not step:
+        (trial.checkpoints / TRACKER).unlink(missing_ok=True)
+    for folder in trial.checkpoints.glob("global_step_*"):
+        if not folder.name.removeprefix("global_step_").isdigit() or int(folder.name[len("global_step_") :]) > step:
+            shutil.rmtree(folder)
+    return step
+
+
+def _noted_step(tracker: Path) -> float:
+    """The step in verl's tracker file. When it was cut off, the checkpoint that it was about to name is whole."""
+    if not tracker.exists():
+        return 0
+    text = tracker.read_text().strip()
+    return int(text) if text.isdigit() else float("inf")
+
+
+def _checkpoint_steps(folder: Path) -> list[int]:
+    names = [path.parent.name for path in folder.glob(f"global_step_*/{LAST_PART}")]
+    return [int(name.removeprefix("global_step_")) for name in names if name.removeprefix("global_step_").isdigit()]
