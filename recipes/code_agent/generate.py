@@ -1,8 +1,8 @@
 """Generated code-repair tasks: a small Python package with one seeded bug, and tests that fail because of it.
 
-Everything follows from the seed. A bug is kept only when the tests were run and at least one fails with it while all
-pass without it, and it is always undone by one line. Sizes reach from a few hundred characters (``demo``, for models
-of a few million parameters) to packages whose files and test output fill tens of thousands of tokens (``long``).
+Everything follows from the seed. A bug is kept only when it makes a test fail, and it is always undone by one line.
+Sizes reach from a few hundred characters (``demo``, for models of a few million parameters) to packages whose files
+fill tens of thousands of tokens (``long``).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import random
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from recipes.code_agent.runner import run_tests
@@ -86,13 +87,15 @@ class _Definition:
 def generate(seed: int, index: int = 0, size: PackageSize = SIZES["demo"]) -> GeneratedTask:
     """Return task ``index`` of the endless series that belongs to ``seed``.
 
-    Must be called in the main thread, because the tests are run with an alarm.
+    The bug is known to fail a test because the calls of that test were made with it; :func:`verify` runs the tests.
     """
     rng = random.Random(f"code_agent/{seed}/{index}")
     package = rng.choice(PACKAGE_NAMES)
     definitions = list(_define(rng, size))
     correct = _render(rng, package, definitions, size)
-    return _seed_bug(rng, f"{seed}-{index}", package, definitions, correct)
+    broken, bug, files = _seed_bug(rng, package, definitions, correct)
+    task = _as_task(f"{seed}-{index}", package, definitions, broken, files, size.indirection)
+    return GeneratedTask(task=task, bug=bug)
 
 
 def generate_many(num_tasks: int, seed: int, size: PackageSize = SIZES["demo"]) -> Iterator[GeneratedTask]:
@@ -112,8 +115,9 @@ def _define(rng: random.Random, size: PackageSize) -> Iterator[_Definition]:
         topic = topics[number % len(topics)]
         module = _fresh(rng.choice(MODULE_NAMES[topic]), taken, "{}_{}")
         pool = [template for template in TEMPLATES if template.topic == topic]
-        count = rng.randint(*size.functions_per_module)
-        chosen = rng.sample(pool, min(count, len(pool))) + rng.choices(pool, k=max(0, count - len(pool)))
+        num_functions = rng.randint(*size.functions_per_module)
+        chosen = rng.sample(pool, min(num_functions, len(pool)))
+        chosen += rng.choices(pool, k=num_functions - len(chosen))
         for template in chosen:
             name = _fresh(template.name, taken, "{1}_{0}" if template.name.islower() else "{1}{0}")
             yield _Definition(module=module, name=name, template=template, source=template.source.format(f=name))
@@ -121,14 +125,17 @@ def _define(rng: random.Random, size: PackageSize) -> Iterator[_Definition]:
 
 def _fresh(name: str, taken: set[str], pattern: str) -> str:
     """Return the name, or the first qualified form of it that is not taken yet."""
-    candidates = [name]
-    for round_number in range(1, 50):
-        suffix = "" if round_number == 1 else str(round_number)
-        words = (word + suffix for word in _QUALIFIERS)
-        candidates += [pattern.format(name, word if name.islower() else word.title()) for word in words]
-    free = next(candidate for candidate in candidates if candidate not in taken)
+    free = next(candidate for candidate in _candidates(name, pattern) if candidate not in taken)
     taken.add(free)
     return free
+
+
+def _candidates(name: str, pattern: str) -> Iterator[str]:
+    yield name
+    for number in count(1):
+        for qualifier in _QUALIFIERS:
+            word = qualifier if number == 1 else f"{qualifier}{number}"
+            yield pattern.format(name, word if name.islower() else word.title())
 
 
 def _render(rng: random.Random, package: str, definitions: list[_Definition], size: PackageSize) -> dict[str, str]:
@@ -192,28 +199,40 @@ def _render_tests(package: str, module: str, definitions: list[_Definition], siz
 
 
 def _render_check(definition: _Definition, call: str, name: str) -> str:
-    namespace: dict[str, object] = {}
-    exec(definition.source, namespace)
-    expected = eval(call.format(f=definition.name), namespace)
+    expected = _evaluate(definition.source, call.format(f=definition.name))
     return f"    assert {call.format(f=name)} == {expected!r}"
 
 
+def _evaluate(source: str, call: str) -> object:
+    namespace: dict[str, object] = {}
+    exec(source, namespace)
+    return eval(call, namespace)
+
+
 def _seed_bug(
-    rng: random.Random, name: str, package: str, definitions: list[_Definition], correct: dict[str, str]
-) -> GeneratedTask:
-    outcome = _outcome(correct)
-    assert all(outcome.values()), f"task {name}: the correct package fails its tests: {outcome}"
+    rng: random.Random, package: str, definitions: list[_Definition], correct: dict[str, str]
+) -> tuple[_Definition, Bug, dict[str, str]]:
+    """Return the definition to break, the bug and the files with it."""
     for definition, mutation in _shuffled_by_family(rng, definitions):
         path = f"{package}/{definition.module}.py"
         broken = _break(correct[path], definition, mutation)
-        if broken.count(mutation.broken) != 1:
-            continue
-        files = correct | {path: broken}
-        broken_outcome = _outcome(files)
-        if broken_outcome.keys() == outcome.keys() and not all(broken_outcome.values()):
-            bug = _as_bug(path, definition, mutation)
-            return GeneratedTask(task=_as_task(name, package, files, broken_outcome), bug=bug)
-    raise AssertionError(f"task {name}: no mutation of the package makes a test fail")
+        if broken.count(mutation.broken) == 1 and _is_noticed(definition, mutation):
+            return definition, _as_bug(path, definition, mutation), correct | {path: broken}
+    raise AssertionError(f"package {package}: no mutation makes a test fail")
+
+
+def _is_noticed(definition: _Definition, mutation: Mutation) -> bool:
+    """Whether a call of the definition's test has another result with the mutation."""
+    broken = definition.source.replace(mutation.line, mutation.broken, 1)
+    for template_call in definition.template.calls:
+        call = template_call.format(f=definition.name)
+        try:
+            if _evaluate(broken, call) != _evaluate(definition.source, call):
+                return True
+        # Whatever a broken function raises, its test fails.
+        except Exception:
+            return True
+    return False
 
 
 def _as_bug(path: str, definition: _Definition, mutation: Mutation) -> Bug:
@@ -250,23 +269,32 @@ def _break(text: str, definition: _Definition, mutation: Mutation) -> str:
     return text[:start] + text[start:].replace(mutation.line, mutation.broken, 1)
 
 
-def _outcome(files: dict[str, str]) -> dict[str, bool]:
-    """Run the tests of a package and return whether each passed."""
-    with tempfile.TemporaryDirectory(prefix="code_agent_") as root:
-        write_files(Path(root), files)
-        return run_tests(root, _test_files(files))[1]
-
-
-def _test_files(files: dict[str, str]) -> list[str]:
-    return [path for path in files if path.startswith("tests/")]
-
-
-def _as_task(name: str, package: str, files: dict[str, str], outcome: dict[str, bool]) -> Task:
+def _as_task(
+    name: str, package: str, definitions: list[_Definition], broken: _Definition, files: dict[str, str], level: int
+) -> Task:
+    test_ids = {d.name: f"tests/test_{d.module}.py::test_{_layered(d.name, level).lower()}" for d in definitions}
     return Task(
         task_id=f"generated-{name}",
         statement=f"A test of package {package} fails. Find the bug, fix it with one edit and run the tests again.",
         files=files,
-        test_files=tuple(_test_files(files)),
-        fail_to_pass=tuple(test_id for test_id, passed in outcome.items() if not passed),
-        pass_to_pass=tuple(test_id for test_id, passed in outcome.items() if passed),
+        test_files=tuple(path for path in files if path.startswith("tests/")),
+        fail_to_pass=(test_ids.pop(broken.name),),
+        pass_to_pass=tuple(test_ids.values()),
     )
+
+
+def verify(generated: GeneratedTask) -> None:
+    """Run the tests with the bug and without.
+
+    Raises:
+        AssertionError: other tests fail than those that the task names.
+    """
+    task, bug = generated.task, generated.bug
+    fixed = task.files | {bug.path: task.files[bug.path].replace(bug.broken, bug.line)}
+    for files, expected_failures in ((task.files, set(task.fail_to_pass)), (fixed, set())):
+        with tempfile.TemporaryDirectory(prefix="code_agent_") as root:
+            write_files(Path(root), files)
+            passed = run_tests(root, task.test_files)[1]
+        failures = {test_id for test_id, ok in passed.items() if not ok}
+        assert failures == expected_failures, f"{task.task_id}: {failures} fail, expected {expected_failures}"
+        assert passed.keys() == set(task.required_tests), f"{task.task_id}: {sorted(passed)} were run"

@@ -56,6 +56,22 @@ def unpack(snapshot: Path, root: Path) -> None:
             _write_entry(entry, root)
 
 
+def read_text(snapshot: Path, path: str) -> str | None:
+    """Return the text of one file of a snapshot, None when there is no such file.
+
+    Raises:
+        ValueError: there is no such snapshot, or the file holds no UTF-8 text.
+    """
+    with open_snapshot(snapshot) as entries:
+        for entry in entries:
+            if os.path.normpath(entry.path) == os.path.normpath(path) and entry.data is not None:
+                try:
+                    return entry.data.read().decode("utf-8")
+                except UnicodeDecodeError as error:
+                    raise ValueError(f"snapshot {snapshot}: {path} is no UTF-8 text") from error
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One file of a snapshot; a symbolic link has a ``link`` instead of ``data``."""

@@ -128,7 +128,8 @@ def _ended_early(result: SandboxResult) -> str:
 
 _PASSED, _NOT_PASSED = ("PASSED", "XFAIL", "XPASS"), ("FAILED", "ERROR", "SKIPPED")
 _STATUS = "|".join(_PASSED + _NOT_PASSED)
-_STATUS_FIRST = re.compile(rf"^({_STATUS}) (\S+::.+?)(?: - .*)?$")
+_STATUS_FIRST = re.compile(rf"^(?:(PASSED) (\S+::.+)|({_STATUS}) (\S+::.+?)(?: - .*)?)$")
+"""All but PASSED may have a reason behind a dash; a dash can also be part of an id."""
 _STATUS_LAST = re.compile(rf"^(\S+::.+?) ({_STATUS})\b")
 
 
@@ -141,7 +142,7 @@ def parse_statuses(output: str) -> dict[str, bool]:
     passed: dict[str, bool] = {}
     for line in output.splitlines():
         if match := _STATUS_FIRST.match(line):
-            status, test_id = match.groups()
+            status, test_id = match[1] or match[3], match[2] or match[4]
         elif match := _STATUS_LAST.match(line):
             test_id, status = match.groups()
         else:
