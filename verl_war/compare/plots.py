@@ -14,6 +14,7 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt  # noqa: E402  the backend must be chosen first
 from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 Curve = Callable[[Series], dict[int, float]]
 
@@ -58,6 +59,6 @@ def _draw_panel(axes: Axes, runs: Runs, label: str, curve: Curve) -> None:
     axes.set_xlabel("training step")
     axes.set_ylabel(label)
     axes.set_ylim(bottom=0)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend()

@@ -30,7 +30,7 @@ Not its semaphores (`sem.mp-*`, 32 bytes): glibc maps a semaphore before it gets
 under another name, and removing one that looks unused breaks other programs while they start.
 """
 
-TERMINATE_GRACE_S = 5.0
+TERMINATE_GRACE_S = 3.0
 """Ray and vLLM end within a second or two of SIGTERM when they can."""
 
 KILL_ROUNDS = 10

@@ -22,7 +22,7 @@ from verl_war.compare.machine import require_memory
 from verl_war.compare.plan import Plan, Trial
 from verl_war.compare.processes import marked_processes, remove_shared_memory, stop_all, tree
 from verl_war.compare.progress import Display
-from verl_war.compare.workspace import TrialState, is_complete, load_state, rewind, save_state
+from verl_war.compare.workspace import Status, TrialState, is_complete, load_state, rewind, save_state
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def _attempt(trial: Trial, state: TrialState) -> Iterator[tuple[str, Path]]:
             started_at_s=begin_s,
         )
         save_state(trial, running)
-        status: str = "failed"
+        status: Status = "failed"
         try:
             yield run_id, scratch
             status = "complete"
