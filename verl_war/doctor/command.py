@@ -23,11 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="import and start nothing: a second instead of a minute")
 
 
-def run(options: argparse.Namespace, stream: TextIO = sys.stdout) -> int:
-    """Prints the report; returns 0 when no check failed, else 1."""
+def run(options: argparse.Namespace, stream: TextIO | None = None) -> int:
+    """Prints the report to ``stream`` (default: standard output); returns 0 when no check failed, else 1."""
     machine = support.installed_machine()
     findings = report(machine, examine(options, machine))
-    stream.write((findings.as_json() if options.json else findings.as_text()) + "\n")
+    (stream or sys.stdout).write((findings.as_json() if options.json else findings.as_text()) + "\n")
     return 0 if findings.ok else 1
 
 
