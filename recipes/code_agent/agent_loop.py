@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, register
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 
 from recipes.code_agent.reward import Reward, RewardConfig, reward_of
 from recipes.code_agent.sandbox import SandboxLimits
@@ -53,6 +55,8 @@ class CodeAgentLoop(ToolAgentLoop):
         self._reward_config = config_from("reward", RewardConfig, reward)
         self._workspace_limits = config_from("workspace", WorkspaceLimits, workspace)
         self._sandbox_limits = config_from("sandbox", SandboxLimits, sandbox)
+        if self.tool_parser_name == "hermes":
+            self.tool_parser = MalformedCallParser(self.tool_parser, self.tokenizer)
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Run one trajectory, see :meth:`verl.experimental.agent_loop.AgentLoopBase.run`.
@@ -79,12 +83,36 @@ class CodeAgentLoop(ToolAgentLoop):
 
     async def _scored(self, output: AgentLoopOutput, workspace: Workspace) -> AgentLoopOutput:
         start_s = time.monotonic()
-        outcome = await in_thread(workspace.score, self._sandbox_limits.wall_s + _SCORE_GRACE_S)
+        outcome = await in_thread(workspace.score, workspace.max_test_s + _SCORE_GRACE_S)
         reward = reward_of(workspace.task, outcome, self._reward_config)
         output.reward_score = reward.score
         output.metrics.compute_score = time.monotonic() - start_s
         output.extra_fields["reward_extra_info"] = _extra_info(reward, workspace, output.num_turns)
         return output
+
+
+class MalformedCallParser:
+    """Hermes tool parser for which a malformed call is a call that fails, rather than the end of the trajectory.
+
+    The raw text becomes the call's arguments; verl answers that they are no JSON, or that there is no such tool.
+    """
+
+    def __init__(self, inner: ToolParser, tokenizer: Any) -> None:
+        self._inner = inner
+        self._tokenizer = tokenizer
+        self.stop_token_ids = inner.stop_token_ids
+
+    async def extract_tool_calls(self, response_ids: list[int], tools: list[Any]) -> tuple[str, list[FunctionCall]]:
+        """See :meth:`verl.experimental.agent_loop.tool_parser.ToolParser.extract_tool_calls`."""
+        content, calls = await self._inner.extract_tool_calls(response_ids, tools)
+        if calls:
+            return content, calls
+        before, found, text = self._tokenizer.decode(response_ids, skip_special_tokens=True).partition("<tool_call>")
+        if not found:
+            return content, []
+        text = text.partition("</tool_call>")[0].strip()
+        name = re.search(r'"name"\s*:\s*"([^"]*)"', text)
+        return before, [FunctionCall(name=name[1] if name else "", arguments=text)]
 
 
 def _extra_info(reward: Reward, workspace: Workspace, num_turns: int) -> dict[str, float]:

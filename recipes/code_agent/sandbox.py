@@ -17,34 +17,24 @@ Where the machine can't give this, :class:`SandboxError` says what is missing an
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import marshal
 import math
 import os
-import pwd
-import random
 import select
 import shutil
 import subprocess
-import sys
-import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-from recipes.code_agent import sandbox_isolation as isolation
-from recipes.code_agent.scratch import new_directory, remove_tree, shared_directory
+from recipes.code_agent import sandbox_machine as machine
+from recipes.code_agent.sandbox_machine import SandboxError
+from recipes.code_agent.scratch import new_directory, remove_tree
 
 logger = logging.getLogger(__name__)
-
-
-class SandboxError(RuntimeError):
-    """The program could not be isolated or started, so it was not run; the text names the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +120,7 @@ def run_in_sandbox(
     return SandboxRun(command, cwd, limits, stdin=stdin, env=env).wait()
 
 
-_GRACE_S = 20.0
+GRACE_S = 20.0
 """What the supervisor may take beyond the wall time before it counts as lost; killing a fork bomb takes most."""
 _SLOTS = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
 """More runs at a time would only make each other exceed their wall time."""
@@ -171,7 +161,7 @@ class SandboxRun:
 
     def wait(self) -> SandboxResult:
         """Run the program, see :func:`run_in_sandbox`."""
-        with _SLOTS, _private_user() as uid:
+        with _SLOTS, machine.private_user() as uid:
             start_s = time.monotonic()
             own = new_directory("sandbox")
             try:
@@ -191,13 +181,13 @@ class SandboxRun:
             cwd = str(home / "work")
             shutil.copytree(self._cwd, cwd, symlinks=True)
         if uid is not None:
-            _give(home, uid)
-        readable = [*_interpreter_paths(), self._cwd, *map(os.path.realpath, limits.readable_paths)]
-        landlock = _landlock_version(limits, uid)
+            machine.give(home, uid)
+        readable = [*machine.interpreter_paths(), self._cwd, *map(os.path.realpath, limits.readable_paths)]
+        landlock = machine.landlock_version(limits.files == "confine", uid)
         return {
             "command": self._command,
             "cwd": cwd,
-            "env": _environment(home) | self._env,
+            "env": machine.environment(home) | self._env,
             "stdin": self._stdin,
             "wall_s": limits.wall_s,
             "cpu_s": math.ceil(limits.cpu_s),
@@ -209,9 +199,9 @@ class SandboxRun:
             "max_output_bytes": limits.output_bytes,
             "max_printed_bytes": limits.printed_bytes,
             "uid": uid,
-            "keep_reading": uid is not None and _must_keep_reading([*readable, str(own)], landlock),
+            "keep_reading": uid is not None and machine.must_keep_reading([*readable, str(own)], landlock),
             "landlock": landlock,
-            "readable": [*_SYSTEM_PATHS, *readable],
+            "readable": [*machine.SYSTEM_PATHS, *readable],
             "writable": [str(home)],
             "allow_network": limits.network == "allow",
             "allow_unix": limits.unix_sockets,
@@ -226,7 +216,7 @@ class SandboxRun:
                     return _STOPPED
                 supervisor, self._control_fd = _start_supervisor(marshal.dumps(spec), errors.fileno())
             try:
-                reply = _read_until_end(supervisor.stdout.fileno(), self._limits.wall_s + _GRACE_S)
+                reply = _read_until_end(supervisor.stdout.fileno(), self._limits.wall_s + GRACE_S)
             finally:
                 with self._guard:
                     self._close_control()
@@ -271,7 +261,7 @@ def _start_supervisor(spec: bytes, errors_fd: int) -> tuple[subprocess.Popen[byt
     Without ``preexec_fn``, :mod:`subprocess` starts it by vfork, which copies nothing of a large process.
     """
     control_end, control_fd = os.pipe()
-    command = [_interpreter(), "-I", "-S", "-c", _START.format(str(Path(__file__).parent))]
+    command = [machine.interpreter(), "-I", "-S", "-c", _START.format(str(Path(__file__).parent))]
     try:
         supervisor = subprocess.Popen(
             command, stdin=control_end, stdout=subprocess.PIPE, stderr=errors_fd, env={}, start_new_session=True
@@ -307,113 +297,6 @@ def _read_until_end(descriptor: int, timeout_s: float) -> bytes:
                 return data
             data += part
     raise SandboxError(f"the sandbox supervisor did not end within {timeout_s:g} s and was killed")
-
-
-# --- what the machine offers ------------------------------------------------------------------------------------------
-
-_SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt", "/nix", "/proc", "/sys", "/dev")
-_FIRST_USER_ID, _NUM_USER_IDS = 55000, 1000
-"""Ids below 65536, which containers with own user ids map, outside of what distributions hand out."""
-
-
-@contextmanager
-def _private_user() -> Iterator[int | None]:
-    """Reserve a user id that nobody else runs under, or None when this process is not root.
-
-    The kernel counts processes by user id, and nothing else limits those of root.
-    """
-    if os.geteuid() != 0:
-        yield None
-        return
-    folder = shared_directory("users")
-    offset = random.randrange(_NUM_USER_IDS)
-    for number in range(_NUM_USER_IDS):
-        uid = _FIRST_USER_ID + (offset + number) % _NUM_USER_IDS
-        descriptor = os.open(folder / str(uid), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            if not _is_real_user(uid) and _try_lock(descriptor):
-                yield uid
-                return
-        finally:
-            os.close(descriptor)
-    raise SandboxError(f"all user ids from {_FIRST_USER_ID} on are in use; run fewer sandboxes at a time")
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-@cache
-def _is_real_user(uid: int) -> bool:
-    try:
-        pwd.getpwuid(uid)
-    except KeyError:
-        return False
-    return True
-
-
-def _give(root: Path, uid: int) -> None:
-    os.chown(root, uid, uid)
-    for folder, folders, names in os.walk(root):
-        for name in folders + names:
-            os.chown(os.path.join(folder, name), uid, uid, follow_symlinks=False)
-
-
-def _landlock_version(limits: SandboxLimits, uid: int | None) -> int:
-    """Return the version of Landlock to use, 0 for none."""
-    if limits.files == "open":
-        return 0
-    version = isolation.landlock_version()
-    if version == 0 and uid is None:
-        raise SandboxError(
-            "sandbox: files is 'confine', but this kernel offers no Landlock and this process is not root; "
-            "use a kernel of version 5.13 or later with Landlock, run as root, or set files: open"
-        )
-    return version
-
-
-@cache
-def _interpreter() -> str:
-    """Return this interpreter, free of symbolic links: a virtual environment adds nothing to a bare start."""
-    return os.path.realpath(sys.executable)
-
-
-@cache
-def _interpreter_paths() -> list[str]:
-    """Return the places from which this interpreter and its environment load code."""
-    stdlib = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
-    return list(dict.fromkeys(map(os.path.realpath, [sys.prefix, sys.base_prefix, _interpreter(), *stdlib])))
-
-
-def _must_keep_reading(paths: list[str], landlock: int) -> bool:
-    """Return whether a private user needs the right to pass through directories that are closed to others."""
-    closed = next((path for path in paths if not _is_open_to_others(path)), None)
-    if closed is None:
-        return False
-    if not landlock:
-        raise SandboxError(
-            f"sandbox: {closed} is closed to other users, such as the one that sandboxed programs run under; "
-            "make it readable for all, or use a kernel with Landlock and files: confine"
-        )
-    return True
-
-
-def _is_open_to_others(path: str) -> bool:
-    place = Path(path)
-    try:
-        return place.stat().st_mode & 0o001 > 0 and all(p.stat().st_mode & 0o001 for p in place.parents)
-    except FileNotFoundError:
-        return True
-
-
-def _environment(home: Path) -> dict[str, str]:
-    path = f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin"
-    fixed = {"PATH": path, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
-    return fixed | {"HOME": str(home), "TMPDIR": str(home), "OMP_NUM_THREADS": "1"}
 
 
 _REMEDIES = {

@@ -14,181 +14,19 @@ together, and ends it together. It imports little because it is started for ever
 
 import marshal
 import os
-import resource
 import select
 import signal
-import stat
 import sys
 import time
 
 import sandbox_isolation as isolation
+import sandbox_processes as processes
 
 _TICK_S = 0.02
 """Between two measurements; a program that forks or fills the disk at full speed stays near its limits."""
 _MEASURE_SHARE = 0.1
 """Longest share of the time to spend on measuring."""
-_PAGE_BYTES = resource.getpagesize()
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_PUBLIC_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run/lock")
-
-
-# --- processes --------------------------------------------------------------------------------------------------------
-
-
-def _children(pid):
-    found = []
-    try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
-                found += [int(word) for word in file.read().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        pass
-    return found
-
-
-def _all_children():
-    """Map each process to its children, for kernels without ``/proc/PID/task/TID/children``."""
-    by_parent = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        fields = _stat_fields(int(name))
-        if fields:
-            by_parent.setdefault(int(fields[1]), []).append(int(name))
-    return by_parent
-
-
-_HAS_CHILDREN_FILES = os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-
-
-def _descendants():
-    """Return all living descendants of this process, zombies included."""
-    by_parent = None if _HAS_CHILDREN_FILES else _all_children()
-    found, pending = [], [os.getpid()]
-    while pending:
-        pid = pending.pop()
-        children = _children(pid) if by_parent is None else by_parent.get(pid, [])
-        found += children
-        pending += children
-    return found
-
-
-def _stat_fields(pid):
-    """Return the fields of ``/proc/PID/stat`` from the third (the state) on, or None when the process is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-
-
-def _signal(pid, number):
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass
-
-
-def _reap():
-    """Collect dead children; return ``{pid: wait status}`` of those."""
-    collected = {}
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return collected
-        if pid == 0:
-            return collected
-        collected[pid] = status
-
-
-def _kill_all(deadline_s=10.0):
-    """Kill every descendant and return the wait statuses of the children among them.
-
-    All are stopped before the first is killed: a stopped process can't fork, so the number of those that still run
-    only shrinks, whereas killing one by one loses the race against a fork bomb.
-    """
-    collected, end_s = {}, time.monotonic() + deadline_s
-    while time.monotonic() < end_s:
-        stopped = set()
-        while fresh := set(_descendants()) - stopped:
-            for pid in fresh:
-                _signal(pid, signal.SIGSTOP)
-            stopped |= fresh
-        if not stopped:
-            break
-        for pid in stopped:
-            _signal(pid, signal.SIGKILL)
-        time.sleep(0.001)
-        collected.update(_reap())
-    return collected
-
-
-def _processes_of(uid):
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if os.stat(f"/proc/{name}").st_uid == uid:
-                yield int(name)
-        except FileNotFoundError:
-            continue
-
-
-def _num_tasks(uid):
-    """Number of threads of all processes that run under the user id."""
-    return sum(int(fields[17]) for fields in map(_stat_fields, _processes_of(uid)) if fields)
-
-
-def _kill_user(uid):
-    """Kill what an earlier supervisor, itself killed, has left under this user id."""
-    for pid in _processes_of(uid):
-        _signal(pid, signal.SIGKILL)
-
-
-# --- measuring --------------------------------------------------------------------------------------------------------
-
-
-def _proportional_bytes(pid, resident):
-    """Resident memory with shared pages divided among their users, or ``resident`` where that is not to be learnt.
-
-    A container's root may not look into processes of other users.
-    """
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-            for line in file:
-                if line.startswith(b"Pss:"):
-                    return int(line.split()[1]) * 1024
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    except PermissionError:
-        pass
-    return resident
-
-
-def _own_cpu_s():
-    """CPU time of collected children."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
-def _disk_bytes(roots, uid):
-    """Bytes that the files below the roots take; in public places only what belongs to ``uid`` counts."""
-    total, pending = 0, [(root, None) for root in roots]
-    pending += [(place, uid) for place in (_PUBLIC_PLACES if uid is not None else ())]
-    while pending:
-        path, owner = pending.pop()
-        try:
-            with os.scandir(path) as entries:
-                for entry in entries:
-                    status = entry.stat(follow_symlinks=False)
-                    if owner is not None and status.st_uid != owner:
-                        continue
-                    total += max(status.st_blocks * 512, 4096)
-                    if stat.S_ISDIR(status.st_mode):
-                        pending.append((entry.path, owner))
-        except (FileNotFoundError, NotADirectoryError, PermissionError):
-            continue
-        except OSError:
-            # A path longer than the system allows: nested on purpose.
-            return sys.maxsize
-    return total
 
 
 class _Watch:
@@ -213,24 +51,27 @@ class _Watch:
 
     def _processes(self):
         cpu_ticks, resident = 0, {}
-        for pid in _descendants():
-            fields = _stat_fields(pid)
+        for pid in processes.descendants():
+            fields = processes.stat_fields(pid)
             if fields:
                 cpu_ticks += int(fields[11]) + int(fields[12])
-                resident[pid] = int(fields[21]) * _PAGE_BYTES
+                resident[pid] = int(fields[21]) * processes.PAGE_BYTES
         if len(resident) > self.spec["num_processes"]:
             return "processes"
-        if cpu_ticks / _CLOCK_TICKS_PER_S + _own_cpu_s() > self.spec["cpu_s"]:
+        if cpu_ticks / _CLOCK_TICKS_PER_S + processes.own_cpu_s() > self.spec["cpu_s"]:
             return "CPU time"
         limit = self.spec["memory_bytes"]
-        if sum(resident.values()) > limit and sum(_proportional_bytes(*item) for item in resident.items()) > limit:
+        if (
+            sum(resident.values()) > limit
+            and sum(processes.proportional_bytes(*item) for item in resident.items()) > limit
+        ):
             return "memory"
         return None
 
     def _disk(self):
         spec = self.spec
         owner = spec["uid"] if spec["landlock"] == 0 else None
-        return "disk" if _disk_bytes(spec["writable"], owner) > spec["disk_bytes"] else None
+        return "disk" if processes.disk_bytes(spec["writable"], owner) > spec["disk_bytes"] else None
 
 
 class _Output:
@@ -289,7 +130,9 @@ def _become_program(spec, stdin, stdout, failure):
             stage = "user"
             isolation.change_user(spec["uid"], spec["keep_reading"])
         stage = "processes"
-        isolation.limit_processes(spec["num_processes"], 0 if spec["uid"] is not None else _num_tasks(os.getuid()))
+        isolation.limit_processes(
+            spec["num_processes"], 0 if spec["uid"] is not None else processes.num_tasks(os.getuid())
+        )
         isolation.die_with_parent()
         isolation.forbid_new_privileges()
         if spec["landlock"]:
@@ -349,7 +192,7 @@ def _supervise(spec, pid, output, wakeup):
             poller.unregister(output.descriptor)
         if wakeup in events:
             os.read(wakeup, 4096)
-        collected.update(_reap())
+        collected.update(processes.reap())
         if pid in collected:
             return collected[pid], None
         reason = "output" if output.num_bytes > spec["max_printed_bytes"] else watch.exceeded()
@@ -369,7 +212,7 @@ def _wakeup_on_dead_children():
 def _run(spec):
     isolation.become_subreaper()
     if spec["uid"] is not None:
-        _kill_user(spec["uid"])
+        processes.kill_user(spec["uid"])
     wakeup = _wakeup_on_dead_children()
     pid, descriptor, failure = _start(spec)
     if failure:
@@ -377,7 +220,7 @@ def _run(spec):
         return {"error": failure}
     output = _Output(descriptor, spec["max_output_bytes"])
     status, reason = _supervise(spec, pid, output, wakeup)
-    killed = _kill_all()
+    killed = processes.kill_all()
     output.drain()
     status = killed.get(pid) if status is None else status
     exit_code = None if status is None else os.waitstatus_to_exitcode(status)
@@ -386,19 +229,6 @@ def _run(spec):
     num_left_out = output.num_bytes - len(output.head) - len(output.tail)
     result = {"exit_code": exit_code, "killed_reason": reason, "num_left_out": num_left_out}
     return result | {"head": output.head, "tail": output.tail}
-
-
-def _remove_public_files(uid):
-    """Remove what the program left in places where every user may write."""
-    for place in _PUBLIC_PLACES:
-        for folder, folders, names in os.walk(place, topdown=False):
-            for name in folders + names:
-                path = os.path.join(folder, name)
-                try:
-                    if os.lstat(path).st_uid == uid:
-                        os.rmdir(path) if name in folders and not os.path.islink(path) else os.unlink(path)
-                except OSError:
-                    continue
 
 
 def main():
@@ -420,7 +250,7 @@ def main():
         spec["protected_pids"] += [os.getpid(), -os.getpid()]
     result = _run(spec)
     if spec["uid"] is not None and not spec["landlock"]:
-        _remove_public_files(spec["uid"])
+        processes.remove_public_files(spec["uid"])
     _write_all(1, marshal.dumps(result))
 
 

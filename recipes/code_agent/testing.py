@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import secrets
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from recipes.code_agent import runner
-from recipes.code_agent.sandbox import SandboxLimits, SandboxResult, SandboxRun
+from recipes.code_agent.sandbox import GRACE_S, SandboxLimits, SandboxResult, SandboxRun
 from recipes.code_agent.tasks import EXIT_STATUS_TEST, Task
 
 
@@ -41,6 +42,9 @@ class TestRunner(Protocol):
 
     __test__ = False
 
+    max_duration_s: float
+    """Longest time that a run takes, waiting for its turn not counted."""
+
     def run(self, root: Path, task: Task) -> TestOutcome:
         """Run the task's tests on the files below ``root``."""
 
@@ -53,6 +57,8 @@ class InProcessTests:
 
     Only for code that our own scripts wrote: nothing protects this process. Must be used in the main thread.
     """
+
+    max_duration_s = math.inf
 
     def run(self, root: Path, task: Task) -> TestOutcome:
         """See :class:`TestRunner`."""
@@ -72,6 +78,7 @@ class SandboxedTests:
     """Runs tests in the sandbox: a task's own command, or else the small runner of generated tasks."""
 
     def __init__(self, limits: SandboxLimits) -> None:
+        self.max_duration_s = limits.wall_s + GRACE_S
         self._limits = limits
         self._guard = threading.Lock()
         self._stopped = False

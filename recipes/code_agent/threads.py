@@ -41,6 +41,10 @@ async def in_thread(work: Callable[[], Result], deadline_s: float | None = None)
 
     threading.Thread(target=run, name="code-agent", daemon=True).start()
     try:
-        return await asyncio.wait_for(future, deadline_s)
-    except asyncio.TimeoutError as error:
-        raise TimeoutError(f"took more than {deadline_s:g} s") from error
+        # Not wait_for: a TimeoutError of the work itself must stay distinguishable.
+        finished, _ = await asyncio.wait([future], timeout=deadline_s)
+        if not finished:
+            raise TimeoutError(f"took more than {deadline_s:g} s")
+        return future.result()
+    finally:
+        future.cancel()

@@ -21,14 +21,15 @@ logger = logging.getLogger(__name__)
 
 WORKSPACE_KEY = "code_agent_workspace"
 DEFAULT_DEADLINE_S = 120.0
-"""Longer than any sandboxed test run may take, so that it only ends work that hangs."""
+"""Long enough to wait for a sandbox on a busy machine, so that it only ends work that hangs."""
 
 
 class CodeTool(BaseTool):
     """A tool that acts on the trajectory's workspace; its schema names the action.
 
-    Config keys: ``deadline_s``, the time after which the agent is told that the tool timed out. Whatever goes wrong,
-    the agent gets a short text and the trajectory goes on.
+    Config keys: ``deadline_s``, the time after which the agent is told that the tool timed out; what a test run may
+    take by the sandbox's limits comes on top. Whatever goes wrong, the agent gets a short text and the trajectory goes
+    on.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema) -> None:
@@ -47,8 +48,9 @@ class CodeTool(BaseTool):
         return ToolResponse(text=await self._perform(workspace, parameters)), 0.0, {}
 
     async def _perform(self, workspace: Workspace, parameters: dict[str, Any]) -> str:
+        deadline_s = self.deadline_s + (workspace.max_test_s if self.name == "run_tests" else 0)
         try:
-            return await in_thread(partial(perform, workspace, self.name, parameters), self.deadline_s)
+            return await in_thread(partial(perform, workspace, self.name, parameters), deadline_s)
         except TimeoutError as error:
             logger.warning("%s of %r hangs: %s", self.name, workspace, error)
             workspace.counts["errors"] += 1

@@ -84,6 +84,8 @@ class Workspace:
         self.limits = limits
         self.counts: Counter[str] = Counter()
         """How often something happened: ``edits``, ``test_runs``, ``errors``."""
+        self.max_test_s = tests.max_duration_s
+        """Longest time that a test run may take."""
         self._tests = tests
         self._guard = threading.Lock()
         """Held by whoever uses the files, so that nothing is written after they have been removed."""

@@ -133,6 +133,17 @@ def test_own_tasks_are_failed_before_and_solved_after_the_fix(tmp_path):
             assert workspace.score().passed["tests/test_a.py::test_add"] is True
 
 
+def test_the_default_command_runs_pytest_in_the_sandbox(tmp_path):
+    (external,) = read_tasks(_write(tmp_path, [_row()]))
+    limits = SandboxLimits(wall_s=60, cpu_s=60)
+    with Workspace(external.task, SandboxedTests(limits)) as workspace:
+        before = workspace.score()
+        assert before.passed == {"tests/test_a.py::test_add": False, "*": False}, before.text
+        workspace.edit_file("pkg/a.py", "a - b", "a + b")
+        after = workspace.score()
+        assert after.passed == {"tests/test_a.py::test_add": True, "*": True}, after.text
+
+
 def test_a_patch_that_breaks_the_snapshot_is_applied(tmp_path):
     correct = FILES | {"pkg/a.py": FILES["pkg/a.py"].replace("-", "+")}
     breaking = PATCH.replace("-    return a - b\n+    return a + b", "-    return a + b\n+    return a - b")

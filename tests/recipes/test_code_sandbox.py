@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.code_agent import sandbox, sandbox_isolation, scratch
+from recipes.code_agent import sandbox, sandbox_isolation, sandbox_machine, sandbox_processes, scratch
 from recipes.code_agent.sandbox import SandboxError, SandboxLimits, SandboxResult, SandboxRun, run_in_sandbox
 
 IS_ROOT = os.geteuid() == 0
@@ -30,7 +30,7 @@ RECIPES = Path(sandbox.__file__).parents[1]
 def _shared_python():
     """An interpreter that other users may start."""
     for python in (PYTHON, SYSTEM_PYTHON):
-        if os.path.exists(python) and sandbox._is_open_to_others(python):
+        if os.path.exists(python) and sandbox_machine.is_open_to_others(python):
             return python
     pytest.skip("no interpreter on this machine may be started by other users")
 
@@ -298,6 +298,20 @@ def test_many_at_a_time_do_not_meet():
     assert all(result.output.endswith(" 0\n") for result in results) and len(results) == 8
 
 
+def test_descendants_are_found_with_and_without_help_of_the_kernel(monkeypatch):
+    code = "import subprocess\nsubprocess.run(['sleep', '30'])"
+    child = subprocess.Popen([PYTHON, "-I", "-S", "-c", code])
+    found = []
+    for has_files in (True, False):
+        monkeypatch.setattr(sandbox_processes, "_HAS_CHILDREN_FILES", has_files)
+        assert _eventually(lambda: len(sandbox_processes.descendants()) >= 2)
+        found.append(set(sandbox_processes.descendants()))
+    assert found[0] == found[1] and child.pid in found[0]
+    for pid in found[0]:
+        os.kill(pid, signal.SIGKILL)
+    child.wait()
+
+
 def test_overhead_is_small():
     run_in_sandbox(["/bin/true"], "/usr")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -365,7 +379,7 @@ def test_a_machine_without_filters_is_an_error_that_names_the_switch(monkeypatch
 @pytest.mark.skipif(not IS_ROOT, reason="only root changes the user")
 def test_without_landlock_root_removes_what_is_left_in_public_places(monkeypatch):
     monkeypatch.setattr(sandbox_isolation, "landlock_version", lambda: 0)
-    monkeypatch.setattr(sandbox, "_interpreter_paths", lambda: [])
+    monkeypatch.setattr(sandbox_machine, "interpreter_paths", lambda: [])
     name = f"code_sandbox_{secrets.token_hex(8)}"
     code = (
         f"import os\nfor place in ('/tmp', '/dev/shm'):\n    os.mkdir(f'{{place}}/{name}')\n"
