@@ -76,15 +76,15 @@ def test_wrong_version_fails_with_the_command_that_mends_it(distribution, versio
 )
 def test_packages_that_do_harm(monkeypatch, installed, imports, status):
     monkeypatch.setattr(installation, "imports", lambda module: imports)
-    (found,) = installation.check_intruders("cpu", True, installed.get)
+    (found,) = installation.check_conflicts("cpu", True, installed.get)
     assert_remedies([found])
     assert found.status == status
     assert status == "ok" or found.remedy == f"pip uninstall -y {next(iter(installed))}"
 
 
 def test_packages_that_only_an_import_can_judge_are_left_alone_when_quick():
-    assert not list(installation.check_intruders("cpu", False, {"torchvision": "0.28.0"}.get))
-    assert not list(installation.check_intruders("cpu", True, {}.get))
+    assert not list(installation.check_conflicts("cpu", False, {"torchvision": "0.28.0"}.get))
+    assert not list(installation.check_conflicts("cpu", True, {}.get))
 
 
 def test_broken_package_ends_its_own_process_only(tmp_path, monkeypatch):
@@ -272,7 +272,7 @@ def test_orphans_fail_and_are_named(monkeypatch):
 
 def test_parentless_processes_are_orphans():
     code = (
-        "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], stdout=-3);"
+        "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(9)'], stdout=-3);"
         "print(p.pid, flush=True)"
     )
     pid = int(subprocess.run([*PRINTS, code], stdout=subprocess.PIPE, text=True, check=True).stdout)

@@ -68,7 +68,7 @@ SUPPORT: tuple[Requirement, ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Intruder:
+class Conflict:
     """A distribution that no run needs and that breaks runs when it is there.
 
     Attributes:
@@ -89,19 +89,19 @@ class Intruder:
         return f"pip uninstall -y {self.distribution}"
 
 
-INTRUDERS: tuple[Intruder, ...] = (
-    Intruder(
+CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(
         distribution="trl",
         harmless="==0.27.0",
         machines=("cpu",),
         reason="verl imports the value head of any trl that it finds, and later releases have none",
     ),
-    Intruder(
+    Conflict(
         distribution="torchvision",
         reason="a build for another torch ends the import of transformers models: "
         "'operator torchvision::nms does not exist'",
     ),
-    Intruder(distribution="torchcodec", reason="a build for another torch fails to load its libraries"),
+    Conflict(distribution="torchcodec", reason="a build for another torch fails to load its libraries"),
 )
 
 

@@ -1,9 +1,16 @@
 """The CPU as a platform of verl: detection, what it answers, its environment, and the steps of the plugin."""
 
 import os
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import pytest
+
+import verl_war
+
+CPU_SETTINGS = Path(verl_war.__file__).parent / "config" / "war_machine" / "cpu.yaml"
 
 pytestmark = pytest.mark.upstream
 
@@ -16,10 +23,25 @@ def platform_cpu():
 
 
 @pytest.fixture
+def environment():
+    from verl_war.integration.verl import cpu_environment
+
+    return cpu_environment
+
+
+@pytest.fixture
 def plugin():
     from verl_war.integration.verl import plugin
 
     return plugin
+
+
+@pytest.mark.parametrize("first", ["platform_cpu", "plugin", "cpu_environment"])
+def test_our_modules_may_be_imported_before_verl(first):
+    code = f"import verl_war.integration.verl.{first}; from verl.plugin.platform import get_platform; "
+    code += "from verl_war.patches import registry; print(get_platform().device_name, len(registry.armed()) > 3)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["cpu", "True"], done.stderr
 
 
 @pytest.fixture
@@ -31,12 +53,12 @@ def gpu_build(monkeypatch):
 
 
 @pytest.fixture
-def clean_environment(monkeypatch, platform_cpu):
-    for name in (*platform_cpu.CPU_ENVIRONMENT, "VERL_PLATFORM", "VLLM_PLUGINS"):
+def clean_environment(monkeypatch, environment):
+    for name in (*environment.CPU_ENVIRONMENT, "VERL_PLATFORM", "VLLM_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
-    environment = dict(os.environ)
-    monkeypatch.setattr(os, "environ", environment)
-    return environment
+    variables = dict(os.environ)
+    monkeypatch.setattr(os, "environ", variables)
+    return variables
 
 
 def test_verl_detects_the_cpu(platform_cpu):
@@ -48,26 +70,26 @@ def test_verl_detects_the_cpu(platform_cpu):
     assert PlatformRegistry.registered_names()[-1] == "cpu", "verl's own platforms must be asked first"
 
 
-def test_other_builds_of_torch_are_left_to_verl(platform_cpu, gpu_build, monkeypatch):
+def test_other_builds_of_torch_are_left_to_verl(platform_cpu, environment, gpu_build, monkeypatch):
     from verl.plugin.platform.platform_manager import _detect_platform_name
 
     monkeypatch.delenv("VERL_PLATFORM", raising=False)
-    assert platform_cpu.machine() == "gpu"
+    assert environment.machine() == "gpu"
     assert not platform_cpu.PlatformCPU().is_platform_available(use_smi_check=True)
     assert _detect_platform_name() != "cpu"
 
 
 @pytest.mark.parametrize(("chosen", "machine"), [("cpu", "cpu"), (" CPU ", "cpu"), ("nvidia", "gpu"), ("", "cpu")])
-def test_users_choice_comes_first(platform_cpu, monkeypatch, chosen, machine):
+def test_users_choice_comes_first(environment, monkeypatch, chosen, machine):
     monkeypatch.setenv("VERL_PLATFORM", chosen)
-    assert platform_cpu.machine() == machine
+    assert environment.machine() == machine
 
 
-def test_both_ways_to_find_the_machine_agree(platform_cpu, monkeypatch):
+def test_both_ways_to_find_the_machine_agree(environment, monkeypatch):
     from verl_war.support import installed_machine
 
     monkeypatch.delenv("VERL_PLATFORM", raising=False)
-    assert installed_machine() == platform_cpu.machine()
+    assert installed_machine() == environment.machine()
 
 
 def test_every_call_of_the_platform_answers(platform_cpu):
@@ -113,17 +135,18 @@ def test_device_module_speaks_as_cuda_does(platform_cpu):
     assert device.current_device() == device.get_device_name() == "cpu"
 
 
-def test_environment_is_complete_and_the_user_wins(platform_cpu, clean_environment):
+def test_environment_is_complete_and_the_user_wins(platform_cpu, environment, clean_environment):
     clean_environment["VLLM_CPU_KVCACHE_SPACE"] = "4"
-    platform_cpu.set_environment()
-    expected = {**platform_cpu.CPU_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "4"}
+    environment.set_environment()
+    expected = {**environment.CPU_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "4"}
     assert {name: clean_environment[name] for name in expected} == expected
     assert platform_cpu.PlatformCPU().rollout_env_vars() == expected
 
 
-def test_training_engine_is_found_for_the_cpu(platform_cpu):
+def test_training_engine_is_found_for_the_cpu(platform_cpu, clean_environment, environment):
     from verl.workers.engine import EngineRegistry
 
+    environment.set_environment()
     assert EngineRegistry.get_engine_cls("language_model", "fsdp2").__name__ == "FSDPEngineWithLMHead"
 
 
@@ -164,3 +187,17 @@ def test_failing_step_ends_the_process_before_the_next(plugin):
 def test_steps_have_an_order(plugin):
     names = [step.__name__ for step in plugin.STEPS]
     assert names[0] == "_check_versions" and names[-1] == "_register_war"
+
+
+def test_cpu_settings_compose_with_stock_verl():
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+
+    group = OmegaConf.load(CPU_SETTINGS)
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        stock = compose("ppo_trainer")
+        config = compose("ppo_trainer", overrides=["+war_machine=cpu"])
+    OmegaConf.set_struct(stock, False)
+    assert OmegaConf.merge(config, group) == config, "every setting of the group is in force"
+    assert OmegaConf.merge(stock, group) == config, "and nothing else has changed"
+    assert config.ray_kwargs.ray_init.num_gpus == config.trainer.n_gpus_per_node == 2

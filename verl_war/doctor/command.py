@@ -34,7 +34,7 @@ def run(options: argparse.Namespace, stream: TextIO | None = None) -> int:
 def examine(options: argparse.Namespace, machine: support.Machine) -> Iterator[Check]:
     """Runs all checks that ``options`` ask for, the cheap ones first."""
     yield from installation.check_versions(machine)
-    yield from installation.check_intruders(machine, try_imports=not options.quick)
+    yield from installation.check_conflicts(machine, try_imports=not options.quick)
     yield from installation.check_patch_guards(catalog.PATCHES, machine)
     yield machine_checks.check_processor(machine)
     yield from machine_checks.check_resources(machine)

@@ -26,7 +26,7 @@ def check_versions(machine: support.Machine, version_of: VersionOf = support.ins
         yield check(f"version.{row.distribution}", fits, detail, row.remedy)
 
 
-def check_intruders(
+def check_conflicts(
     machine: support.Machine, try_imports: bool, version_of: VersionOf = support.installed_version
 ) -> Iterator[Check]:
     """Looks for packages that break runs.
@@ -36,13 +36,13 @@ def check_intruders(
         try_imports: Whether to import, in a process of its own, what may or may not do harm; else it is passed over.
         version_of: Look-up of installed versions.
     """
-    for row in support.INTRUDERS:
+    for row in support.CONFLICTS:
         found = version_of(row.distribution)
         if found is None or machine not in row.machines or not (row.harmless or try_imports):
             continue
         harmless = SpecifierSet(row.harmless).contains(found) if row.harmless else imports(row.distribution)
         detail = f"{found} is installed" + ("" if harmless else f"; {row.reason}")
-        yield check(f"intruder.{row.distribution}", harmless, detail, row.remedy)
+        yield check(f"conflict.{row.distribution}", harmless, detail, row.remedy)
 
 
 def check_patch_guards(patches: Sequence[Patch], machine: support.Machine) -> Iterator[Check]:

@@ -4,6 +4,7 @@ verl logs the failure of a plugin at DEBUG and goes on. A worker that goes on un
 failure here ends the process instead: verl catches ``Exception``, and ``SystemExit`` is none.
 """
 
+import importlib
 import os
 import traceback
 from collections.abc import Callable
@@ -17,9 +18,9 @@ PLUGIN_NAME = "verl_war"
 
 def _check_versions() -> None:
     from verl_war import support
-    from verl_war.integration.verl import platform_cpu
+    from verl_war.integration.verl import cpu_environment
 
-    support.check_versions(platform_cpu.machine())
+    support.check_versions(cpu_environment.machine())
 
 
 def _check_engines_load_us() -> None:
@@ -33,18 +34,18 @@ def _check_engines_load_us() -> None:
 
 
 def _prepare_cpu_machine() -> None:
-    from verl_war.integration.verl import platform_cpu
+    from verl_war.integration.verl import cpu_environment
 
-    platform_cpu.register()
-    if platform_cpu.machine() == "cpu":
-        platform_cpu.set_environment()
+    importlib.import_module("verl_war.integration.verl.platform_cpu")  # registers itself
+    if cpu_environment.machine() == "cpu":
+        cpu_environment.set_environment()
 
 
 def _install_patches() -> None:
-    from verl_war.integration.verl import platform_cpu
+    from verl_war.integration.verl import cpu_environment
     from verl_war.patches import catalog, registry
 
-    registry.install(catalog.PATCHES, platform_cpu.machine())
+    registry.install(catalog.PATCHES, cpu_environment.machine())
 
 
 def _register_war() -> None:
