@@ -190,6 +190,7 @@ def test_steps_have_an_order(plugin):
 
 
 def test_cpu_settings_compose_with_stock_verl():
+    import verl  # noqa: F401  (its plugin makes the group known to Hydra)
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
 
