@@ -44,7 +44,10 @@ def test_progress_without_a_terminal_is_a_line_for_each_phase_and_step(tmp_path)
     display = Display("stock", 3, log, metrics, stream)
     display.update()
     with log.open("a") as file:
-        file.write("ray init kwargs: {}\n")
+        file.write("ray init kwargs: {}\n(vLLMHttpServer pid=7) loading\n")
+    display.update()
+    with log.open("a") as file:
+        file.write("(WorkerDict pid=8) also talks later\n")
     display.update()
     for step in (1, 2):
         data = {"training/global_step": step, "critic/score/mean": 0.5, "timing_s/step": 2.0, "timing_s/gen": 1.0}
@@ -56,7 +59,7 @@ def test_progress_without_a_terminal_is_a_line_for_each_phase_and_step(tmp_path)
     lines = [line.split("] ")[1] for line in stream.getvalue().splitlines()]
     assert lines == [
         "stock: starting up",
-        "stock: starting Ray",
+        "stock: starting vLLM",
         "stock: step 1/3, reward 0.500, step 2.0 s, rollout 1.0 s",
         "stock: step 2/3, reward 0.500, step 2.0 s, rollout 1.0 s",
     ]

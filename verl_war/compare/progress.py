@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 from typing import TextIO
@@ -12,11 +11,12 @@ from tqdm import tqdm
 from verl_war.compare.series import TRAINING_KEY, read_records
 
 PHASES: tuple[tuple[str, str], ...] = (
-    (r"ray init kwargs|Started a local Ray instance", "starting Ray"),
-    (r"Starting to load model|Initializing a V1 LLM engine|init engine|AsyncLLM", "starting vLLM"),
-    (r"Initial validation metrics|Training Progress", "first rollout"),
+    ("ray init kwargs", "starting Ray"),
+    ("(WorkerDict pid=", "loading the model into the trainers"),
+    ("HttpServer pid=", "starting vLLM"),
+    ("Creating file logger", "first rollout"),
 )
-"""Pattern in the training's output -> phase that it begins."""
+"""Words in the training's output -> phase that they begin, in the order in which verl gets there."""
 
 HEARTBEAT_S = 30.0
 """Without a terminal, a line this often says that the trial is alive."""
@@ -54,6 +54,7 @@ class Display:
     def __init__(self, name: str, steps: int, log: Path, metrics: Path, stream: TextIO) -> None:
         self._name, self._steps, self._stream = name, steps, stream
         self._log, self._metrics = Follower(log, from_end=True), metrics
+        self._phases_left = list(PHASES)
         self._phase, self._status = "starting up", ""
         self._begin_s = self._shown_s = time.monotonic()
         self._shown_step = 0
@@ -75,12 +76,11 @@ class Display:
             self._bar.close()
 
     def _follow_log(self, text: str) -> None:
-        if self._shown_step:
-            return
-        for pattern, phase in PHASES:
-            if re.search(pattern, text) and phase != self._phase:
-                self._phase = phase
-                self._show()
+        reached = [number for number, (words, _) in enumerate(self._phases_left) if words in text]
+        if reached and not self._shown_step:
+            self._phase = self._phases_left[reached[-1]][1]
+            del self._phases_left[: reached[-1] + 1]
+            self._show()
 
     def _follow_metrics(self) -> None:
         records = read_records(self._metrics) if self._metrics.exists() else []

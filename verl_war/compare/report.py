@@ -100,6 +100,12 @@ QUANTITIES: tuple[Quantity, ...] = (
         per_step=_times_trajectories("response_length/mean"),
     ),
     Quantity(
+        name="generated tokens",
+        source="war/completion_tokens; stock verl logs no such number",
+        aggregate="total",
+        per_step=_logged("war/completion_tokens"),
+    ),
+    Quantity(
         name="turns of a trajectory, mean",
         source="num_turns/mean: messages of user, assistant and tools",
         aggregate="mean",
