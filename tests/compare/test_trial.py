@@ -65,6 +65,22 @@ def test_progress_without_a_terminal_is_a_line_for_each_phase_and_step(tmp_path)
     ]
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_on_a_terminal_is_one_bar(tmp_path):
+    metrics, stream = tmp_path / "metrics.jsonl", Terminal()
+    display = Display("war", 2, tmp_path / "console.log", metrics, stream)
+    metrics.write_text(json.dumps({"step": 1, "data": {"training/global_step": 1, "critic/score/mean": 0.5}}) + "\n")
+    display.update()
+    display.close()
+    assert "starting up" in stream.getvalue()
+    assert stream.getvalue().count("\n") == 1
+    assert "step 1/2, reward 0.500" in stream.getvalue().split("\r")[-1]
+
+
 def test_summary_of_a_step_names_only_what_was_logged():
     assert step_summary({"timing_s/step": 1.25}) == "step 1.2 s"
 

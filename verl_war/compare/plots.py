@@ -58,7 +58,7 @@ def _draw_panel(axes: Axes, runs: Runs, label: str, curve: Curve) -> None:
             axes.plot(list(values), list(values.values()), marker=".", color=colour, label=None if repeat else arm)
     axes.set_xlabel("training step")
     axes.set_ylabel(label)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend()

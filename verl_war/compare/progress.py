@@ -18,6 +18,8 @@ PHASES: tuple[tuple[str, str], ...] = (
 )
 """Words in the training's output -> phase that they begin, in the order in which verl gets there."""
 
+BAR_FORMAT = "{desc}: |{bar:24}| {elapsed}{postfix}"
+
 HEARTBEAT_S = 30.0
 """Without a terminal, a line this often says that the trial is alive."""
 
@@ -58,7 +60,7 @@ class Display:
         self._phase, self._status = "starting up", ""
         self._begin_s = self._shown_s = time.monotonic()
         self._shown_step = 0
-        self._bar = tqdm(total=steps, desc=name, unit="step", file=stream, leave=True) if stream.isatty() else None
+        self._bar = tqdm(total=steps, desc=name, bar_format=BAR_FORMAT, file=stream) if stream.isatty() else None
         self._show()
 
     def update(self) -> None:
