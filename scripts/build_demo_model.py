@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.demo_model.build import BuildConfig, Progress, build, save, write_record
 from recipes.demo_model.evaluate import CHECKPOINT_PATH, RECIPES, evaluate
@@ -86,8 +87,6 @@ def run(options: argparse.Namespace, command: str) -> None:
 
 def _evaluate(out: Path, num_episodes: int) -> None:
     """Play episodes with the saved, rounded weights and add the outcome to the record."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(out)
     record = json.loads((out / "BUILD.json").read_text(encoding="utf-8"))

@@ -15,11 +15,12 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
-from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2ForCausalLM
+from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen3ForCausalLM
 
 from recipes.code_agent.demonstrations import demonstrations as code_demonstrations
+from recipes.demo_model.copying import copy_exercises
 from recipes.demo_model.tokenizer import train_tokenizer
-from recipes.demo_model.traces import batches, render_all
+from recipes.demo_model.traces import Batch, TokenSequence, batches, render_all
 from recipes.demo_model.training import Losses, ModelSize, Schedule, evaluate_loss, new_model, train
 from recipes.search_agent.demonstrations import demonstrations as search_demonstrations
 
@@ -30,8 +31,8 @@ Trace = dict[str, Any]
 class BuildConfig:
     """Everything that decides which checkpoint comes out, besides the recipes and the library versions."""
 
-    num_traces: int = 6000
-    """Of each recipe; more than the steps can use in two passes teach nothing new."""
+    num_traces: int = 8000
+    """Of each recipe; about as many as the default number of steps uses once."""
     num_held_out: int = 100
     """Of each recipe, for the final loss."""
     vocab_size: int = 1536
@@ -63,7 +64,7 @@ class Progress:
 class BuildResult:
     """A trained policy and how it was trained."""
 
-    model: Qwen2ForCausalLM
+    model: Qwen3ForCausalLM
     tokenizer: PreTrainedTokenizerBase
     metrics: dict[str, float]
 
@@ -84,13 +85,7 @@ def build(config: BuildConfig, progress: Progress) -> BuildResult:
     held_out, training = sequences[: 2 * config.num_held_out], sequences[2 * config.num_held_out :]
     model = new_model(tokenizer, config.size, seed=config.seed)
     progress.phase("training", config.schedule.num_steps)
-    data = batches(
-        training,
-        tokens_per_batch=config.schedule.tokens_per_batch,
-        pad_id=tokenizer.pad_token_id,
-        seed=config.seed,
-    )
-    num_tokens = train(model, data, config.schedule, on_step=_shown_losses(progress))
+    num_tokens = train(model, _batches(training, tokenizer, config), config.schedule, on_step=_shown_losses(progress))
     metrics = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "traces_trained_on": len(training),
@@ -100,6 +95,14 @@ def build(config: BuildConfig, progress: Progress) -> BuildResult:
         "build_s": round(time.perf_counter() - start_s, 1),
     }
     return BuildResult(model=model, tokenizer=tokenizer, metrics=metrics)
+
+
+def _batches(training: list[TokenSequence], tokenizer: PreTrainedTokenizerBase, config: BuildConfig) -> Iterator[Batch]:
+    """Exercises in copying first, then demonstrations for ever."""
+    num_tokens, seed = config.schedule.tokens_per_batch, config.seed
+    exercises = copy_exercises(vocab_size=len(tokenizer), tokens_per_batch=num_tokens, seed=seed)
+    demonstrations = batches(training, tokens_per_batch=num_tokens, pad_id=tokenizer.pad_token_id, seed=seed)
+    return itertools.chain(itertools.islice(exercises, config.schedule.num_copy_steps), demonstrations)
 
 
 def _demonstrations(config: BuildConfig) -> Iterator[Trace]:

@@ -43,12 +43,12 @@ RECIPES = ("code_agent", "search_agent")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
-    """Bounds of an episode; the defaults are those of the recipes' ``cpu`` configurations."""
+    """Bounds of an episode; the defaults are those of the code agent's ``cpu`` configuration."""
 
     prompt_tokens: int = 768
     response_tokens: int = 1280
     assistant_turns: int = 10
-    tool_response_chars: int = 600
+    tool_response_chars: int = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,14 +15,14 @@ IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sequence:
+class TokenSequence:
     """One conversation as tokens; ``is_generated[i]`` says whether the model wrote token ``i``."""
 
     token_ids: list[int]
     is_generated: list[bool]
 
 
-def render(tokenizer: PreTrainedTokenizerBase, trace: dict[str, Any]) -> Sequence:
+def render(tokenizer: PreTrainedTokenizerBase, trace: dict[str, Any]) -> TokenSequence:
     """Tokenise a demonstration, ``{"messages": ..., "tools": ...}``, up to the end of its last assistant turn."""
     rendered = tokenizer.apply_chat_template(
         trace["messages"],
@@ -33,12 +33,12 @@ def render(tokenizer: PreTrainedTokenizerBase, trace: dict[str, Any]) -> Sequenc
     )
     is_generated = [bool(flag) for flag in rendered["assistant_masks"]]
     length = len(is_generated) - is_generated[::-1].index(True) if any(is_generated) else 0
-    return Sequence(token_ids=rendered["input_ids"][:length], is_generated=is_generated[:length])
+    return TokenSequence(token_ids=rendered["input_ids"][:length], is_generated=is_generated[:length])
 
 
 def render_all(
     tokenizer: PreTrainedTokenizerBase, traces: Iterable[dict[str, Any]], *, max_tokens: int
-) -> tuple[list[Sequence], int]:
+) -> tuple[list[TokenSequence], int]:
     """Tokenise demonstrations; return those of at most ``max_tokens`` tokens and how many were longer."""
     sequences, num_dropped = [], 0
     for trace in traces:
@@ -61,7 +61,7 @@ class Batch:
     """The others: prompts, tool results and markup."""
 
 
-def batches(sequences: list[Sequence], *, tokens_per_batch: int, pad_id: int, seed: int) -> Iterator[Batch]:
+def batches(sequences: list[TokenSequence], *, tokens_per_batch: int, pad_id: int, seed: int) -> Iterator[Batch]:
     """Yield batches for ever, one shuffled pass over the sequences after the other.
 
     Sequences of similar length share a batch, so little is padding; a batch has about ``tokens_per_batch`` tokens
@@ -75,9 +75,11 @@ def batches(sequences: list[Sequence], *, tokens_per_batch: int, pad_id: int, se
             yield collate(group, pad_id)
 
 
-def _group_by_length(sequences: list[Sequence], tokens_per_batch: int, rng: random.Random) -> list[list[Sequence]]:
+def _group_by_length(
+    sequences: list[TokenSequence], tokens_per_batch: int, rng: random.Random
+) -> list[list[TokenSequence]]:
     order = sorted(sequences, key=lambda sequence: (len(sequence.token_ids), rng.random()))
-    groups: list[list[Sequence]] = [[]]
+    groups: list[list[TokenSequence]] = [[]]
     for sequence in order:
         if groups[-1] and (len(groups[-1]) + 1) * len(sequence.token_ids) > tokens_per_batch:
             groups.append([])
@@ -85,7 +87,7 @@ def _group_by_length(sequences: list[Sequence], tokens_per_batch: int, rng: rand
     return groups
 
 
-def collate(group: list[Sequence], pad_id: int) -> Batch:
+def collate(group: list[TokenSequence], pad_id: int) -> Batch:
     """Pad the sequences of a batch to the longest and set their labels."""
     shape = (len(group), max(len(sequence.token_ids) for sequence in group))
     token_ids = torch.full(shape, pad_id)

@@ -21,10 +21,11 @@ from verl.workers.rollout.replica import TokenOutput
 
 from recipes.code_agent.demonstrations import demonstrations as code_demonstrations
 from recipes.demo_model.build import BuildConfig, Progress, build, save
+from recipes.demo_model.copying import copy_exercises
 from recipes.demo_model.evaluate import CHECKPOINT_PATH, RECIPES, evaluate, is_valid_call, loop_config
 from recipes.demo_model.tokenizer import MARKUP_TOKENS, TURN_END, TURN_START, train_tokenizer
-from recipes.demo_model.traces import IGNORED, Sequence, batches, collate, render
-from recipes.demo_model.training import ModelSize, Schedule
+from recipes.demo_model.traces import IGNORED, TokenSequence, batches, collate, render
+from recipes.demo_model.training import ModelSize, Schedule, new_model
 from recipes.search_agent.demonstrations import demonstrations as search_demonstrations
 from scripts.build_demo_model import main as build_main
 
@@ -35,8 +36,8 @@ DEMONSTRATIONS = {"code_agent": code_demonstrations, "search_agent": search_demo
 TINY = BuildConfig(
     num_traces=12,
     num_held_out=2,
-    size=ModelSize(hidden_size=32, head_dim=32, num_layers=1, intermediate_size=64),
-    schedule=Schedule(num_steps=3, tokens_per_batch=2048),
+    size=ModelSize(hidden_size=64, head_dim=32, num_layers=3, intermediate_size=64),
+    schedule=Schedule(num_steps=4, num_copy_steps=2, tokens_per_batch=2048),
 )
 
 
@@ -168,8 +169,8 @@ def test_tokenizer_refuses_a_vocabulary_below_its_bytes():
 
 
 def test_labels_are_the_next_tokens_that_the_model_wrote():
-    first = Sequence(token_ids=[5, 6, 7, 8], is_generated=[False, True, True, False])
-    second = Sequence(token_ids=[9, 4], is_generated=[False, True])
+    first = TokenSequence(token_ids=[5, 6, 7, 8], is_generated=[False, True, True, False])
+    second = TokenSequence(token_ids=[9, 4], is_generated=[False, True])
     batch = collate([first, second], pad_id=0)
     assert batch.token_ids.tolist() == [[5, 6, 7, 8], [9, 4, 0, 0]]
     assert batch.labels.tolist() == [[6, 7, IGNORED, IGNORED], [4, IGNORED, IGNORED, IGNORED]]
@@ -177,7 +178,7 @@ def test_labels_are_the_next_tokens_that_the_model_wrote():
 
 
 def test_batches_stay_below_their_size_and_use_every_sequence_once_per_pass():
-    sequences = [Sequence(token_ids=[n] * (3 + n), is_generated=[True] * (3 + n)) for n in range(20)]
+    sequences = [TokenSequence(token_ids=[n] * (3 + n), is_generated=[True] * (3 + n)) for n in range(20)]
     seen = []
     for batch in batches(sequences, tokens_per_batch=40, pad_id=99, seed=1):
         assert batch.token_ids.numel() <= 40
@@ -185,6 +186,28 @@ def test_batches_stay_below_their_size_and_use_every_sequence_once_per_pass():
         if len(seen) >= len(sequences):
             break
     assert sorted(seen) == list(range(20))
+
+
+def test_copy_exercises_label_only_what_came_before():
+    batch = next(copy_exercises(vocab_size=10_000, tokens_per_batch=512, seed=0))
+    assert batch.token_ids.shape == (4, 128)
+    rows, columns = (batch.labels != IGNORED).nonzero(as_tuple=True)
+    assert len(rows) > 100
+    for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+        ids = batch.token_ids[row].tolist()
+        assert batch.labels[row, column] == ids[column + 1]
+        pairs = list(itertools.pairwise(ids[: column + 1]))
+        assert (ids[column], ids[column + 1]) in pairs
+
+
+def test_untrained_model_already_prefers_the_right_copy(tokenizer):
+    """A model without the wiring gives a repeated token no better odds than any other."""
+    batch = next(copy_exercises(vocab_size=len(tokenizer), tokens_per_batch=2048, seed=0))
+    chosen = batch.labels != IGNORED
+    with torch.no_grad():
+        logits = new_model(tokenizer, ModelSize(), seed=0)(input_ids=batch.token_ids).logits[chosen]
+    is_worse = logits < logits.gather(1, batch.labels[chosen][:, None])
+    assert is_worse.float().mean() > 0.8
 
 
 @pytest.mark.parametrize(
@@ -225,7 +248,8 @@ def test_build_is_reproducible_and_its_checkpoint_loads(tmp_path):
     record = json.loads((tmp_path / "BUILD.json").read_text())
     assert record["command"] == "a command" and record["metrics"]["traces_trained_on"] == 20
     assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
-    text = "<|im_start|>user\nreturn price + tax<|im_end|>"
+    # transformers swaps the tokenizer of some model types for its own, which cuts this text in other places.
+    text = '<|im_start|>user\n{"name": "open", "arguments": {"x": "return [a + b]"}}<|im_end|>'
     assert AutoTokenizer.from_pretrained(tmp_path).encode(text) == results[0].tokenizer.encode(text)
 
 
@@ -249,7 +273,7 @@ def test_checkpoint_is_small_and_says_where_it_comes_from():
 
 
 def test_checkpoint_fits_its_tokenizer_and_ends_turns(model, tokenizer):
-    assert model.config.model_type == "qwen2" and model.config.tie_word_embeddings
+    assert model.config.model_type == "qwen3" and model.config.tie_word_embeddings
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.max_position_embeddings >= 4096
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
