@@ -35,24 +35,41 @@ wanted_stamp() {
     cat "$ROOT/setup.py" "$ROOT/pyproject.toml" "$ROOT/verl_war/version.py" | sha256sum
 }
 
+# interrupted PID: ends the process group of a step; what it did so far is kept.
+interrupted() {
+    trap '' INT TERM HUP
+    # pip removes its temporary files on an interrupt, and not when it is killed.
+    kill -INT -- -"$1" 2>/dev/null || true
+    for _ in {1..50}; do
+        kill -0 -- -"$1" 2>/dev/null || break
+        sleep 0.2
+    done
+    kill -KILL -- -"$1" 2>/dev/null || true
+    wait "$1" 2>/dev/null || true
+    printf '\n'
+    say "interrupted; run the same command to go on"
+    exit 130
+}
+
 # with_progress TEXT COMMAND...: runs COMMAND with its output in the log and says how long it has been running.
 with_progress() {
-    local text=$1 begin=$SECONDS shown=0 status=0
+    local text=$1 begin=$SECONDS shown=$SECONDS status=0 pid
     shift
+    say "$text"
     # A process group of its own, so that an interruption ends all of it.
     set -m
     "$@" >>"$LOG" 2>&1 </dev/null &
-    local pid=$!
+    pid=$!
     set +m
-    trap 'kill -- -'"$pid"' 2>/dev/null; wait '"$pid"' 2>/dev/null; say "interrupted; run the same command to go on"; exit 130' \
-        INT TERM HUP
+    # shellcheck disable=SC2064  # the number is wanted now
+    trap "interrupted $pid" INT TERM HUP
     while kill -0 "$pid" 2>/dev/null; do
         sleep 1
         if [ -t 1 ]; then
-            printf '\r[%s] %s: %d s ' "${0##*/}" "$text" $((SECONDS - begin))
+            printf '\r[%s] ... %d s ' "${0##*/}" $((SECONDS - begin))
         elif [ $((SECONDS - shown)) -ge 60 ]; then
             shown=$SECONDS
-            say "$text: $((SECONDS - begin)) s"
+            say "... $((SECONDS - begin)) s"
         fi
     done
     wait "$pid" || status=$?
@@ -60,7 +77,7 @@ with_progress() {
     if [ -t 1 ]; then printf '\n'; fi
     if [ "$status" -ne 0 ]; then
         tail -n 15 "$LOG" >&2
-        fail "$text failed with exit status $status; full log: $LOG"
+        fail "this step failed with exit status $status; full log: $LOG"
     fi
 }
 

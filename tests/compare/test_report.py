@@ -100,10 +100,17 @@ def report_of(runs):
     return {
         "plan": {"recipe": "code_agent", "algorithm": "grpo"},
         "command": "verl-war compare --steps 4",
-        "trials": [{"name": "stock", "seed": 1, "attempts": 2, "seconds": 61.2}],
+        "trials": [{"name": "stock", "seed": 1, "attempts": 2, "seconds": 61.2, "version": "0.1"}],
         "environment": {"verl": "0.9.1"},
         "summary": summarise(runs),
     }
+
+
+def test_trials_of_different_versions_are_reported():
+    report = report_of({"stock": [STOCK], "war": [WAR]})
+    assert "different versions" not in markdown_report(report, [])
+    report["trials"].append({**report["trials"][0], "name": "war", "version": "0.2"})
+    assert "The trials ran on different versions of verl_war: 0.1, 0.2." in markdown_report(report, [])
 
 
 def test_table_of_both_arms():
@@ -134,7 +141,7 @@ def test_report_states_command_versions_sources_and_plots():
     for part in (
         "`verl-war compare --steps 4`",
         "| verl | 0.9.1 |",
-        "| stock | 1 | 2 | 61 |",
+        "| stock | 1 | 2 | 61 | 0.1 |",
         "timing_s/gen",
         "war/turns",
     ):

@@ -11,25 +11,29 @@ from verl_war.compare.trial import failure_message
 
 LOG = (
     """starting
+UserWarning: engine is not available: ModuleNotFoundError("No module")
+(Worker pid=1) ValueError: first cause
 Traceback (most recent call last):
   File "x.py", line 1
-ValueError: first cause
-\x1b[36m(Worker pid=1)\x1b[0m going on
-ray.exceptions.RayTaskError(KeyError): the last one
-(raylet) bye
+\x1b[31mray.exceptions.RayTaskError(KeyError): \x1b[0mthe last one
+\tMissing key "a"
+(raylet) bye: Error: who cares
 """
     + "noise\n" * 50
 )
 
 
-def test_failure_shows_the_last_exception_and_where_the_log_is(tmp_path):
+def test_failure_shows_the_drivers_exception_and_where_the_log_is(tmp_path):
     log = tmp_path / "console.log"
     log.write_text(LOG)
-    message = failure_message("stock", 1, log)
-    assert message.splitlines()[0] == "stock failed with exit status 1; the end of its log:"
-    assert message.splitlines()[-2] == "ray.exceptions.RayTaskError(KeyError): the last one"
-    assert message.splitlines()[-1] == f"full log: {log}"
-    assert "ValueError: first cause" in message and "noise" not in message
+    lines = failure_message("stock", 1, log).splitlines()
+    assert lines[0] == "stock failed with exit status 1; the end of its log:"
+    assert "(Worker pid=1) ValueError: first cause" in lines
+    assert lines[-3:] == [
+        "ray.exceptions.RayTaskError(KeyError): the last one",
+        '\tMissing key "a"',
+        f"full log: {log}",
+    ]
 
 
 def test_failure_without_an_exception_shows_the_end(tmp_path):

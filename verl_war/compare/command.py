@@ -135,7 +135,7 @@ def write_report(plan: Plan, trials: list[Trial], stream: TextIO) -> None:
     report = _report(plan, trials, runs)
     write_atomically(plan.out / "report.json", json.dumps(report, indent=1))
     write_atomically(plan.out / "report.md", markdown_report(report, [f"plots/{path.name}" for path in plots]))
-    stream.write(f"\n{as_text(comparison_rows(report['summary']))}\n\n{notes(report['summary'])}\n\n")
+    stream.write(f"\n{as_text(comparison_rows(report['summary']))}\n\n{notes(report)}\n\n")
     stream.write(f"report:      {plan.out / 'report.md'} and report.json\n")
     stream.write(f"plots:       {', '.join(str(path) for path in plots)}\n")
     for trial in trials:
@@ -154,6 +154,7 @@ def _report(plan: Plan, trials: list[Trial], runs: Runs) -> dict[str, Any]:
                 "seed": trial.seed,
                 "attempts": states[trial.name].attempts,
                 "seconds": states[trial.name].seconds,
+                "version": states[trial.name].version,
                 "command": shlex.join(plan.command(trial)),
             }
             for trial in trials

@@ -46,12 +46,17 @@ def describe(repo: Path) -> dict[str, str]:
     """Versions and hardware, for reports."""
     versions = {row.distribution: _installed(row.distribution) for row in SUPPORT}
     return {
-        "verl_war": " ".join(filter(None, [__version__, _git_commit(repo)])),
+        "verl_war": clone_version(repo),
         **{name: version for name, version in versions.items() if version},
         "python": platform.python_version(),
         "machine": f"{_cpu_name()}, {os.cpu_count()} cores, {psutil.virtual_memory().total / GIB:.0f} GiB",
         "system": platform.platform(terse=True),
     }
+
+
+def clone_version(repo: Path) -> str:
+    """Version of this package and, in a git clone, its commit."""
+    return " ".join(filter(None, [__version__, _git_commit(repo)]))
 
 
 def _read_limit(path: Path) -> int | None:

@@ -92,7 +92,7 @@ def markdown_report(report: dict[str, Any], plots: Sequence[str]) -> str:
         f"# {plan['recipe']}, {plan['algorithm']}: {' and '.join(summary['arms'])}",
         f"Command: `{report['command']}`",
         as_markdown(comparison_rows(summary)),
-        notes(summary),
+        notes(report),
         *(f"![{plot}]({plot})" for plot in plots),
     ]
     for arm, values in summary["arms"].items():
@@ -107,16 +107,19 @@ def markdown_report(report: dict[str, Any], plots: Sequence[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def notes(summary: dict[str, Any]) -> str:
+def notes(report: dict[str, Any]) -> str:
     """How to read the table, and what is missing from it."""
     lines = [
         "Medians and their ratios leave out the first step after every start. A ratio is that of the two numbers "
         "beside it; min..max is over the ratios of single steps of the same repeat."
     ]
-    for arm, values in summary["arms"].items():
+    for arm, values in report["summary"]["arms"].items():
         for repeat, steps in enumerate(values["missing_steps"], 1):
             if steps:
                 lines.append(f"{arm}, repeat {repeat}: steps {', '.join(map(str, steps))} are not on record.")
+    versions = sorted({trial["version"] for trial in report["trials"]})
+    if len(versions) > 1:
+        lines.append(f"The trials ran on different versions of verl_war: {', '.join(versions)}.")
     return "\n".join(lines)
 
 
@@ -126,15 +129,8 @@ def _source_rows() -> list[list[str]]:
 
 
 def _trial_rows(report: dict[str, Any]) -> list[list[str]]:
-    rows = [["trial", "seed", "starts", "wall s", "log, checkpoints, TensorBoard"]]
+    rows = [["trial", "seed", "starts", "wall s", "verl_war", "log, checkpoints, TensorBoard"]]
     for trial in report["trials"]:
-        rows.append(
-            [
-                trial["name"],
-                str(trial["seed"]),
-                str(trial["attempts"]),
-                f"{trial['seconds']:.0f}",
-                f"`{trial['name']}/`",
-            ]
-        )
+        facts = (trial["name"], trial["seed"], trial["attempts"], f"{trial['seconds']:.0f}", trial["version"])
+        rows.append([*map(str, facts), f"`{trial['name']}/`"])
     return rows

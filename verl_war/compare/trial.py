@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -18,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from verl_war.compare.machine import require_memory
+from verl_war.compare.machine import clone_version, require_memory
 from verl_war.compare.plan import Plan, Trial
 from verl_war.compare.processes import marked_processes, remove_shared_memory, stop_all, tree
 from verl_war.compare.progress import Display
@@ -29,6 +30,11 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.5
 
 TAIL_LINES = 15
+DETAIL_LINES = 5
+LINE_WIDTH = 300
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Exit)\b[^:]*:")
 
 SCRATCH_PARENT = Path("/tmp")
 """Socket paths may have 107 bytes and Ray's take 70 of them, so a deep TMPDIR would not do."""
@@ -90,7 +96,7 @@ def run_trial(plan: Plan, trial: Trial, stream: TextIO) -> None:
         stream.write(f"{trial.name}: was {state.status}, {where}\n")
     attempt = state.attempts + 1
     display = Display(trial.name, plan.steps, trial.console_log, trial.metrics_file(attempt), stream)
-    with contextlib.closing(display), _attempt(trial, state) as (run_id, scratch):
+    with contextlib.closing(display), _attempt(trial, state, plan.repo) as (run_id, scratch):
         environment = plan.environment(trial, attempt, run_id, scratch)
         code = run_supervised(plan.command(trial), environment, trial.console_log, plan.repo, display)
         display.update()
@@ -147,7 +153,7 @@ def run_supervised(
 
 
 @contextlib.contextmanager
-def _attempt(trial: Trial, state: TrialState) -> Iterator[tuple[str, Path]]:
+def _attempt(trial: Trial, state: TrialState, repo: Path) -> Iterator[tuple[str, Path]]:
     """Keep the state file true from the start of an attempt to its end, whatever ends it."""
     begin_s = time.time()
     with _scratch() as (run_id, scratch):
@@ -158,6 +164,7 @@ def _attempt(trial: Trial, state: TrialState) -> Iterator[tuple[str, Path]]:
             run_id=run_id,
             scratch=str(scratch),
             started_at_s=begin_s,
+            version=clone_version(repo),
         )
         save_state(trial, running)
         status: Status = "failed"
@@ -200,9 +207,12 @@ def _keep_ray_logs(trial: Trial, scratch: Path) -> None:
 
 
 def failure_message(name: str, code: int, log: Path) -> str:
-    """What went wrong, as far as the log tells: its last exception and the lines before it, then where to look."""
-    lines = log.read_text(errors="replace").replace("\r", "\n").splitlines() if log.exists() else []
-    ends = [number for number, line in enumerate(lines, 1) if re.search(r"\w(Error|Exception|Exit)\b.*:", line)]
-    end = ends[-1] if ends else len(lines)
-    shown = [line for line in lines[:end] if line.strip()][-TAIL_LINES:]
+    """What went wrong, as far as the log tells: its last exception with what belongs to it, then where to look."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    lines = [line[:LINE_WIDTH] for line in _ANSI.sub("", text).replace("\r", "\n").splitlines() if line.strip()]
+    # The driver's own exception names the cause; what Ray repeats from other processes is marked with their names.
+    ends = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]
+    end = ends[-1] if ends else len(lines) - 1
+    details = itertools.takewhile(lambda line: line[:1].isspace(), lines[end + 1 : end + 1 + DETAIL_LINES])
+    shown = [*lines[max(0, end + 1 - TAIL_LINES) : end + 1], *details]
     return "\n".join([f"{name} failed with exit status {code}; the end of its log:", *shown, f"full log: {log}"])

@@ -34,6 +34,7 @@ class TrialState:
         run_id: Mark of the last attempt's processes.
         scratch: Temporary directory of the last attempt.
         started_at_s: Start of the last attempt, seconds since the epoch.
+        version: verl_war's version and commit at the last attempt.
         seconds: Wall time of all attempts that ended under our eyes.
     """
 
@@ -42,6 +43,7 @@ class TrialState:
     run_id: str = ""
     scratch: str = ""
     started_at_s: float = 0.0
+    version: str = ""
     seconds: float = 0.0
 
 
