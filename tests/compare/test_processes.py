@@ -1,5 +1,6 @@
 """Nothing that a command starts outlives it."""
 
+import mmap
 import os
 import subprocess
 import sys
@@ -115,8 +116,11 @@ def test_shared_memory_in_use_and_that_of_others_stays(tmp_path):
     (tmp_path / "psm_before").touch()
     begin_s = time.time() + 0.05
     time.sleep(0.1)
-    for name in ("psm_left", "verl_weights_left", "notes.txt", "psm_open"):
-        (tmp_path / name).touch()
-    with (tmp_path / "psm_open").open():
+    for name in ("psm_left", "verl_weights_left", "notes.txt", "psm_open", "psm_mapped"):
+        (tmp_path / name).write_bytes(b"x")
+    with (tmp_path / "psm_open").open(), (tmp_path / "psm_mapped").open("r+b") as file:
+        mapped = mmap.mmap(file.fileno(), 1)
+        file.close()
         assert processes.remove_shared_memory(begin_s, tmp_path) == ["psm_left", "verl_weights_left"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "psm_before", "psm_open"]
+        mapped.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "psm_before", "psm_mapped", "psm_open"]

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from verl_war.compare.report import QUANTITIES, REWARD_KEY, Runs
 from verl_war.compare.series import Series
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt  # noqa: E402  the backend must be chosen first
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 Curve = Callable[[Series], dict[int, float]]
 
@@ -43,11 +39,12 @@ def draw(runs: Runs, folder: Path) -> list[Path]:
 
 
 def _draw_file(runs: Runs, path: Path, panels: tuple[tuple[str, Curve], ...]) -> Path:
-    figure, grid = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4), squeeze=False, layout="constrained")
+    # Without pyplot there is no global state and no display to look for.
+    figure = Figure(figsize=(6 * len(panels), 4), layout="constrained")
+    grid = figure.subplots(1, len(panels), squeeze=False)
     for axes, (label, curve) in zip(grid[0], panels, strict=True):
         _draw_panel(axes, runs, label, curve)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
     return path
 
 

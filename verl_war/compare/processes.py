@@ -145,8 +145,10 @@ def _segments(folder: Path, since_s: float) -> Iterable[Path]:
 def _mapped_files(candidates: set[str]) -> set[str]:
     used: set[str] = set()
     for process in psutil.process_iter():
-        with contextlib.suppress(*_GONE, psutil.AccessDenied):
-            used |= candidates & {mapping.path for mapping in process.memory_maps()}
+        # psutil's memory_maps() makes the kernel count pages, which takes seconds for processes of this size.
+        with contextlib.suppress(*_GONE, psutil.AccessDenied, OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            used |= {candidate for candidate in candidates if candidate in maps}
             used |= candidates & {file.path for file in process.open_files()}
     return used
 
