@@ -57,9 +57,9 @@ def check_war_metrics(step):
     assert still <= ZERO_UNLESS_IN_TROUBLE, f"metrics that did not move: {sorted(still)}"
     assert logged["war/trajectories"] == TRAJECTORIES
     assert logged["war/prompt_tokens_cached"] + logged["war/prompt_tokens_recomputed"] == logged["war/prompt_tokens"]
-    # Without eviction the belief can only differ by partial blocks: ours have 64 tokens, the engine's 128.
+    # Nothing is evicted here, so belief and truth differ by the partial blocks of 64 tokens at the ends of prefixes.
     assert logged["war/preemptions"] == 0
-    assert logged["war/cache_hit_rate"] <= logged["war/cache_hit_rate_believed"] < logged["war/cache_hit_rate"] + 0.4
+    assert abs(logged["war/cache_hit_rate_believed"] - logged["war/cache_hit_rate"]) < 0.25
     assert 1.0 <= logged["war/imbalance"] <= 2.0
     assert logged["war/rollout_t90_s"] <= logged["war/rollout_makespan_s"]
 
