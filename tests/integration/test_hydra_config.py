@@ -70,7 +70,7 @@ def test_the_war_override_changes_the_rollout_section_only_where_it_must():
         ("trainer.v1.trainer_mode=eager", ["trainer_mode='eager'", "'colocate_async'"]),
         ("actor_rollout_ref.rollout.router_config_path=/mine.yaml", ["router_config_path='/mine.yaml'", "remove"]),
         ("actor_rollout_ref.rollout.agent.agent_loop_manager_class=a.B", ["'a.B'", "WarAgentLoopManager"]),
-        ("data.max_prompt_length=2048", ["max_prompt_length=2048", "no room"]),
+        ("data.max_prompt_length=1536", ["max_prompt_length=1536", "no room"]),
         ("actor_rollout_ref.model.path=/no/such/model", ["'/no/such/model' does not exist"]),
     ],
 )
