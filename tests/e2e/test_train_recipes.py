@@ -45,7 +45,7 @@ def test_war(train, recipe, algorithm):
         check_war_metrics(step)
     # What verl measures itself and what the router counted is the same work.
     for step in run.steps:
-        assert step["war/rollout_makespan_s"] <= step["timing_s/gen"] + 0.5
+        assert 0 < step["war/rollout_makespan_s"] < step["timing_s/step"]
         assert step["num_turns/mean"] > step["war/turns"] / TRAJECTORIES
 
 
