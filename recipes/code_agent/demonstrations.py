@@ -40,12 +40,12 @@ class Noise:
     """Start without running the tests: the agent then guesses which file to read."""
     list_first: float = 0.5
     """Look at the list of files; costs a turn, does no harm."""
-    wrong_file: float = 0.15
+    wrong_file: float = 0.1
     give_up_early: float = 0.05
     """End after having looked, without an edit."""
-    wrong_quote: float = 0.15
+    wrong_quote: float = 0.08
     """The text to replace is not in the file."""
-    wrong_fix: float = 0.58
+    wrong_fix: float = 0.45
     give_up: float = 0.55
     """After each failure."""
     skip_check: float = 0.15

@@ -24,6 +24,8 @@ from recipes.code_agent.templates import MODULE_NAMES, PACKAGE_NAMES, TEMPLATES,
 class PackageSize:
     """How large a generated package is; ranges are inclusive."""
 
+    packages: tuple[str, ...] = PACKAGE_NAMES
+    """Names that a package may have."""
     num_modules: tuple[int, int] = (2, 3)
     functions_per_module: tuple[int, int] = (1, 3)
     docstrings: bool = False
@@ -33,6 +35,8 @@ class PackageSize:
     """Modules between a tested function and its test; each costs the agent a turn or two to look through."""
 
     def __post_init__(self) -> None:
+        if not self.packages:
+            raise ValueError("size: packages is empty; expected at least one name")
         for name in ("num_modules", "functions_per_module"):
             low, high = getattr(self, name)
             if not 1 <= low <= high:
@@ -43,7 +47,8 @@ class PackageSize:
 
 
 SIZES = {
-    "demo": PackageSize(),
+    # One name: the demo policy guesses among several instead of reading the prompt.
+    "demo": PackageSize(packages=PACKAGE_NAMES[:1]),
     "small": PackageSize(num_modules=(4, 6), functions_per_module=(3, 6), docstrings=True, indirection=1),
     "long": PackageSize(
         num_modules=(6, 8), functions_per_module=(40, 50), docstrings=True, filler_lines=3, indirection=3
@@ -90,7 +95,7 @@ def generate(seed: int, index: int = 0, size: PackageSize = SIZES["demo"]) -> Ge
     The bug is known to fail a test because the calls of that test were made with it; :func:`verify` runs the tests.
     """
     rng = random.Random(f"code_agent/{seed}/{index}")
-    package = rng.choice(PACKAGE_NAMES)
+    package = rng.choice(size.packages)
     definitions = list(_define(rng, size))
     correct = _render(rng, package, definitions, size)
     broken, bug, files = _seed_bug(rng, package, definitions, correct)
