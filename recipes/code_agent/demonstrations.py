@@ -20,7 +20,6 @@ Calls have no id and their arguments are objects: that is what verl renders with
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -90,27 +89,6 @@ def demonstrations(
         }
 
 
-def shortest_edit(text: str, line: str, new_line: str) -> tuple[str, str]:
-    """Return what to search for and what to put there to turn ``line`` into ``new_line``, in as few words as possible.
-
-    The search is a part of ``line`` around the change that stands exactly once in ``text``; where ``line`` is not in
-    ``text``, all of it, so that the edit fails as it should.
-    """
-    if text.count(line) != 1 or line == new_line:
-        return line, new_line
-    old, new = re.findall(r"\w+|\W", line), re.findall(r"\w+|\W", new_line)
-    start = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-    same_end = 0
-    while same_end < min(len(old), len(new)) - start and old[-1 - same_end] == new[-1 - same_end]:
-        same_end += 1
-    while start > 0 or same_end > 0:
-        search = "".join(old[start : len(old) - same_end])
-        if re.search(r"\w", search) and text.count(search) == 1:
-            break
-        start, same_end = max(0, start - 1), max(0, same_end - 1)
-    return "".join(old[start : len(old) - same_end]), "".join(new[start : len(new) - same_end])
-
-
 class _ScriptedAgent:
     """One trajectory; ``messages`` grows as it plays."""
 
@@ -167,8 +145,7 @@ class _ScriptedAgent:
         fix = self._wrong_fix() if self._chance(self._noise.wrong_fix) else self._bug.line
         if quote == fix:
             fix = self._bug.line
-        search, replace = shortest_edit(self._workspace.read_file(self._bug.path), quote, fix)
-        result = self._call("edit_file", path=self._bug.path, search=search, replace=replace)
+        result = self._call("edit_file", path=self._bug.path, search=quote, replace=fix)
         if result.startswith("Error"):
             return False
         self._replaced = fix

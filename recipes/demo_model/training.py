@@ -45,11 +45,11 @@ class Schedule:
     """How long and how fast to train."""
 
     num_steps: int = 2000
-    num_copy_steps: int = 60
+    num_copy_steps: int = 200
     """The first of the steps: exercises in copying instead of demonstrations."""
     tokens_per_batch: int = 4096
     peak_lr: float = 2e-3
-    warmup_fraction: float = 0.05
+    warmup_fraction: float = 0.02
     weight_decay: float = 0.05
     context_weight: float = 0.1
     """Weight of the loss on tokens that the model did not write, while the first part of the training lasts.
