@@ -13,7 +13,7 @@ import pytest
 from verl_war.compare.plan import Plan
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 20.0
+WAIT_S = 90.0
 
 PREPARE_DATA = """
 import pathlib, sys
@@ -58,6 +58,7 @@ def make_plan(repo, tmp_path):
             num_val=2,
             overrides=(),
             memory_bytes=0,
+            stall_s=0.0,
             out=tmp_path / "out",
             repo=repo,
         )
