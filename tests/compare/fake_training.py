@@ -1,6 +1,7 @@
 """Stands in for `verl.trainer.main_ppo`: same files, same format, no model. Behaviour comes from `fake.*` overrides.
 
 fake.crash_at=K    raise before step K is logged, at the first start only
+fake.oom_at=K      lose workers at step K and wait for them, at the first start only
 fake.hang_at=K     stop making progress at step K, at the first start only
 fake.stubborn=1    ignore SIGINT and SIGTERM
 fake.daemons=1     leave behind: a detached daemon without environment, and a shared memory segment
@@ -82,6 +83,9 @@ def main():
         for step in range(done + 1, int(given["trainer.total_training_steps"]) + 1):
             if is_first and step == int(given.get("fake.hang_at", 0)):
                 print(f"hanging at {step}", flush=True)
+                time.sleep(600)
+            if is_first and step == int(given.get("fake.oom_at", 0)):
+                print("(raylet) 5 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers", flush=True)
                 time.sleep(600)
             if is_first and step == int(given.get("fake.crash_at", 0)):
                 raise RuntimeError(f"no luck in step {step}")

@@ -81,6 +81,21 @@ def test_a_failing_arm_shows_its_error_and_resumes(start_compare, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fake.oom_at=2"], "stock: Ray killed workers because the machine ran out of memory"),
+        (["fake.hang_at=2", "--stall-minutes", "0.02"], "stock: no step ended within 0 minutes"),
+    ],
+)
+def test_a_training_that_would_wait_for_ever_is_ended(start_compare, tmp_path, arguments, message):
+    overrides = [argument for argument in arguments if "=" in argument]
+    options = [argument for argument in arguments if "=" not in argument]
+    output = run(start_compare, tmp_path, *options, "--arms", "stock", *overrides, code=1)
+    assert message in output
+    assert json.loads((tmp_path / "out" / "stock" / "state.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize(
     ("signum", "overrides"), [(signal.SIGINT, []), (signal.SIGINT, ["fake.daemons=1"]), (signal.SIGTERM, [])]
 )
 def test_stopping_leaves_no_process_and_resumes(start_compare, tmp_path, signum, overrides):

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from verl_war.compare.failures import TrialFailed, Watchdog, failure_message
 from verl_war.compare.machine import available_memory_bytes, describe, require_memory
 from verl_war.compare.progress import Display, step_summary
-from verl_war.compare.trial import failure_message
 
 LOG = (
     """starting
@@ -40,6 +40,21 @@ def test_failure_without_an_exception_shows_the_end(tmp_path):
     log = tmp_path / "console.log"
     log.write_text("\n".join(f"line {number}" for number in range(100)))
     assert failure_message("war", 137, log).splitlines()[-2] == "line 99"
+
+
+def test_watchdog_counts_from_the_last_step(tmp_path):
+    now_s = [0.0]
+    log, metrics = tmp_path / "console.log", tmp_path / "metrics.jsonl"
+    watchdog = Watchdog("war", log, metrics, 60.0, clock=lambda: now_s[0])
+    now_s[0] = 59.0
+    metrics.write_text("step\n")
+    watchdog.check()
+    now_s[0] = 118.0
+    watchdog.check()
+    now_s[0] = 120.0
+    with pytest.raises(TrialFailed, match="war: no step ended within 1 minutes; .* raise --stall-minutes"):
+        watchdog.check()
+    Watchdog("war", log, metrics, 0.0, clock=lambda: now_s[0]).check()
 
 
 def test_progress_without_a_terminal_is_a_line_for_each_phase_and_step(tmp_path):

@@ -11,12 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
+from verl_war.compare.failures import TrialFailed
 from verl_war.compare.machine import GIB, describe
 from verl_war.compare.plan import ALGORITHMS, ARMS, RECIPES, Plan, Trial, find_repo
 from verl_war.compare.report import Runs, summarise
 from verl_war.compare.series import read_series
 from verl_war.compare.tables import as_text, comparison_rows, markdown_report, notes
-from verl_war.compare.trial import Interrupted, TrialFailed, interruptible, prepare_data, recover, run_trial
+from verl_war.compare.trial import Interrupted, interruptible, prepare_data, recover, run_trial
 from verl_war.compare.workspace import claim, load_state, locked, write_atomically
 
 EXIT_FAILED = 1
@@ -24,6 +25,9 @@ EXIT_USAGE = 2
 
 CPU_MEMORY_GIB = 12.0
 """What two replicas, two trainers and Ray take on a CPU machine with the demo model: 11.7 GB were seen."""
+
+CPU_STALL_MINUTES = 30.0
+"""Start-up and first step of the demo model take 2 minutes on two free cores, and 10 on busy ones."""
 
 NEEDED_MODULES = ("matplotlib", "tensorboard", "tqdm")
 
@@ -41,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-train", type=int, default=64, help="generated training tasks (%(default)s)")
     parser.add_argument("--num-val", type=int, default=16, help="generated validation tasks (%(default)s)")
     parser.add_argument("--memory-gb", type=float, help=f"free GiB a trial needs ({CPU_MEMORY_GIB:g} on cpu, else 0)")
+    parser.add_argument(
+        "--stall-minutes",
+        type=float,
+        help=f"without a step for that long, give up ({CPU_STALL_MINUTES:g} on cpu, else 0)",
+    )
     parser.add_argument("--out", type=Path, help="directory of results (runs/<recipe>-<algorithm>-...)")
     parser.add_argument("--fresh", action="store_true", help="discard what an earlier run left in --out")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides for all arms, as for verl")
@@ -71,9 +80,9 @@ def plan_of(options: argparse.Namespace, cwd: Path) -> Plan:
     Raises:
         ValueError: An option is not what it may be, or ``cwd`` is not in a clone.
     """
-    memory_gib = options.memory_gb
-    if memory_gib is None:
-        memory_gib = CPU_MEMORY_GIB if options.machine == "cpu" else 0.0
+    is_cpu = options.machine == "cpu"
+    memory_gib = options.memory_gb if options.memory_gb is not None else CPU_MEMORY_GIB * is_cpu
+    stall_minutes = options.stall_minutes if options.stall_minutes is not None else CPU_STALL_MINUTES * is_cpu
     return Plan(
         recipe=options.recipe,
         algorithm=options.algorithm,
@@ -86,6 +95,7 @@ def plan_of(options: argparse.Namespace, cwd: Path) -> Plan:
         num_val=options.num_val,
         overrides=tuple(options.overrides),
         memory_bytes=int(memory_gib * GIB),
+        stall_s=60 * stall_minutes,
         out=(options.out or cwd / "runs" / default_name(options)).absolute(),
         repo=find_repo(cwd, options.recipe),
     )

@@ -110,6 +110,7 @@ class Plan:
         num_val: Generated validation tasks.
         overrides: Hydra overrides of the user, for all arms.
         memory_bytes: Free memory that a trial needs to start.
+        stall_s: A trial without a new step for that long has failed; 0 for no limit.
         out: Directory of the comparison.
         repo: Root of the clone that holds the recipes.
 
@@ -128,6 +129,7 @@ class Plan:
     num_val: int
     overrides: tuple[str, ...]
     memory_bytes: int
+    stall_s: float
     out: Path
     repo: Path
 

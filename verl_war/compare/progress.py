@@ -20,7 +20,7 @@ PHASES: tuple[tuple[str, str], ...] = (
 
 BAR_FORMAT = "{desc}: |{bar:24}| {elapsed}{postfix}"
 
-HEARTBEAT_S = 30.0
+HEARTBEAT_S = 60.0
 """Without a terminal, a line this often says that the trial is alive."""
 
 

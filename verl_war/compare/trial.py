@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
-import re
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+from verl_war.compare.failures import TrialFailed, Watchdog, failure_message
 from verl_war.compare.machine import clone_version, require_memory
 from verl_war.compare.plan import Plan, Trial
 from verl_war.compare.processes import marked_processes, remove_shared_memory, stop_all, tree
@@ -29,19 +28,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 
-TAIL_LINES = 15
-DETAIL_LINES = 5
-LINE_WIDTH = 300
-
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Exit)\b[^:]*:")
-
 SCRATCH_PARENT = Path("/tmp")
 """Socket paths may have 107 bytes and Ray's take 70 of them, so a deep TMPDIR would not do."""
-
-
-class TrialFailed(RuntimeError):
-    """A trial ended with an error of its own."""
 
 
 class Interrupted(BaseException):
@@ -81,7 +69,7 @@ def run_trial(plan: Plan, trial: Trial, stream: TextIO) -> None:
 
     Raises:
         ValueError: The machine has not enough free memory now.
-        TrialFailed: The training ended with an error; the message ends with its last lines.
+        TrialFailed: The training ended with an error, or hangs; the message says what is known of the cause.
         Interrupted: We were told to stop. All processes of the trial are gone by then.
     """
     state = load_state(trial)
@@ -98,11 +86,16 @@ def run_trial(plan: Plan, trial: Trial, stream: TextIO) -> None:
     display = Display(trial.name, plan.steps, trial.console_log, trial.metrics_file(attempt), stream)
     with contextlib.closing(display), _attempt(trial, state, plan.repo) as (run_id, scratch):
         environment = plan.environment(trial, attempt, run_id, scratch)
-        code = run_supervised(plan.command(trial), environment, trial.console_log, plan.repo, display)
-        display.update()
-        if code != 0:
+        watchdog = Watchdog(trial.name, trial.console_log, trial.metrics_file(attempt), plan.stall_s)
+        try:
+            watchers = (display.update, watchdog.check)
+            code = run_supervised(plan.command(trial), environment, trial.console_log, plan.repo, watchers)
+            display.update()
+            if code != 0:
+                raise TrialFailed(failure_message(trial.name, code, trial.console_log))
+        except TrialFailed:
             _keep_ray_logs(trial, scratch)
-            raise TrialFailed(failure_message(trial.name, code, trial.console_log))
+            raise
 
 
 def prepare_data(plan: Plan, stream: TextIO) -> None:
@@ -133,23 +126,28 @@ def recover(state: TrialState) -> None:
 
 
 def run_supervised(
-    command: list[str], environment: dict[str, str], log: Path, cwd: Path, display: Display | None = None
+    command: list[str],
+    environment: dict[str, str],
+    log: Path,
+    cwd: Path,
+    watchers: Iterable[Callable[[], None]] = (),
 ) -> int:
-    """Run ``command`` below a supervisor, its output appended to ``log``.
+    """Run ``command`` below a supervisor, its output appended to ``log``; call ``watchers`` all the time.
 
     Returns:
         Exit status of the command.
 
     Raises:
-        Interrupted: We were told to stop; the command and all that it started are gone.
+        Interrupted: We were told to stop. Here, and when a watcher raises, the command and all that it started are
+            gone.
     """
     with log.open("ab") as output, tree(command, cwd=cwd, env=environment, stdout=output) as process:
         while True:
             try:
                 return process.wait(POLL_S)
             except subprocess.TimeoutExpired:
-                if display is not None:
-                    display.update()
+                for watch in watchers:
+                    watch()
 
 
 @contextlib.contextmanager
@@ -204,15 +202,3 @@ def _keep_ray_logs(trial: Trial, scratch: Path) -> None:
     """Ray's own logs go with the temporary directory; after a failure they may hold the cause."""
     for logs in scratch.glob("ray/session_2*/logs"):
         shutil.copytree(logs, trial.directory / "ray_logs", dirs_exist_ok=True, ignore_dangling_symlinks=True)
-
-
-def failure_message(name: str, code: int, log: Path) -> str:
-    """What went wrong, as far as the log tells: its last exception with what belongs to it, then where to look."""
-    text = log.read_text(errors="replace") if log.exists() else ""
-    lines = [line[:LINE_WIDTH] for line in _ANSI.sub("", text).replace("\r", "\n").splitlines() if line.strip()]
-    # The driver's own exception names the cause; what Ray repeats from other processes is marked with their names.
-    ends = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]
-    end = ends[-1] if ends else len(lines) - 1
-    details = itertools.takewhile(lambda line: line[:1].isspace(), lines[end + 1 : end + 1 + DETAIL_LINES])
-    shown = [*lines[max(0, end + 1 - TAIL_LINES) : end + 1], *details]
-    return "\n".join([f"{name} failed with exit status {code}; the end of its log:", *shown, f"full log: {log}"])
