@@ -69,7 +69,7 @@ def make_plan(repo, tmp_path):
 
 @pytest.fixture
 def start_compare(repo, tmp_path):
-    """`start_compare(*arguments)` starts the command in the clone, output in `out.txt`; what is left gets killed."""
+    """`start_compare(*arguments)` starts the command in the clone, output in `out.txt`; what still runs is stopped."""
     started = []
 
     def start(*arguments, log=tmp_path / "out.txt"):
@@ -90,8 +90,8 @@ def start_compare(repo, tmp_path):
 
     yield start
     for process in started:
-        process.kill()
-        process.wait()
+        process.terminate()
+        process.wait(60)
 
 
 def wait_until(condition, what):
