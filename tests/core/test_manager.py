@@ -80,7 +80,7 @@ def test_imbalance_is_one_when_even_and_the_number_of_replicas_when_one_did_all(
     placed = [manager.on_turn(turn(name, 8), 0.0).replica_id for name in ("u", "v")]
     assert set(placed) == {"a", "b"}
     for name, replica_id in zip(("u", "v"), placed, strict=True):
-        manager.on_turn_end(name, name, replica_id, TurnResult(completion_tokens=2), 0.0)
+        manager.on_turn_end(name, name, replica_id, TurnResult(completion_tokens=2, num_cached_tokens=0), 0.0)
     assert manager.report()["war/imbalance"] == pytest.approx(1.0)
 
 
@@ -127,6 +127,50 @@ def test_two_turns_of_one_session_may_run_at_once(manager):
     assert manager.report()["war/turns"] == 2
 
 
+def test_conversations_of_one_trajectory_live_on_replicas_of_their_own(manager):
+    homes = {}
+    for _ in range(3):
+        for session_id in ("main", "helper"):
+            call = Turn(session_id=session_id, trajectory_id="t", prompt_tokens=8)
+            replica_id = manager.on_turn(call, 0.0).replica_id
+            homes.setdefault(session_id, replica_id)
+            other = Turn(session_id="filler", trajectory_id="filler", prompt_tokens=1)
+            if len(homes) == 1:  # occupy the first home, so that the second conversation goes elsewhere
+                manager.on_turn(other, 0.0)
+            assert replica_id == homes[session_id]
+            manager.on_turn_end("t", session_id, replica_id, TurnResult(num_cached_tokens=0), 0.0)
+    report = manager.report()
+    assert report["war/turns_moved"] == 0
+    assert report["war/trajectories_live"] == 2
+    manager.on_trajectory_end("t", failed=False, now_s=0.0)
+    manager.on_trajectory_end("filler", failed=False, now_s=0.0)
+    manager.report()
+    last = manager.report()
+    assert last["war/replica/0/live_trajectories_peak"] == last["war/replica/1/live_trajectories_peak"] == 0
+
+
+def test_an_aborted_turn_counts_no_prompt_that_nobody_computed(manager):
+    placed = manager.on_turn(turn("t", 30), 0.0)
+    manager.on_turn_end("t", "t", placed.replica_id, TurnResult(aborted=True), 0.0)
+    play(manager, "t", 30, cached=4)
+    report = manager.report()
+    assert report["war/turns"] == 2 and report["war/turns_aborted"] == 1
+    assert report["war/prompt_tokens_recomputed"] == 26
+
+
+def test_work_of_a_replica_that_left_is_reported(manager):
+    for name, tokens in (("t", 8), ("u", 24)):
+        manager.on_turn(turn(name, tokens), 0.0)
+    for name, replica_id in (("t", manager._trajectories["t"].sessions["t"].replica_id),
+                             ("u", manager._trajectories["u"].sessions["u"].replica_id)):  # fmt: skip
+        manager.on_turn_end(name, name, replica_id, TurnResult(num_cached_tokens=0), 0.0)
+    manager.on_replica_down("b", 0.0)
+    report = manager.report()
+    assert report["war/imbalance"] == pytest.approx(24 / 16)
+    assert "war/replica/1/kv_tokens_peak" in report
+    assert "war/replica/1/kv_tokens_peak" not in manager.report()
+
+
 def test_ends_of_unknown_turns_change_nothing_and_are_logged(manager, caplog):
     home = play(manager, "t", 8)
     with caplog.at_level(logging.WARNING):
@@ -159,7 +203,7 @@ def test_siblings_that_start_together_are_believed_to_share_their_prompt(manager
     for name in ("s1", "s2"):
         manager.on_turn(Turn(session_id=name, trajectory_id=name, prompt_tokens=8, block_hashes=hashes), 0.0)
     for name in ("s1", "s2"):
-        manager.on_turn_end(name, name, "a", TurnResult(), 0.0)
+        manager.on_turn_end(name, name, "a", TurnResult(num_cached_tokens=0), 0.0)
     assert manager.report()["war/cache_hit_rate_believed"] == pytest.approx(0.5)
 
 

@@ -11,7 +11,8 @@ class CacheView:
     A block counts from when its turn is placed: vLLM shares it with other requests as soon as it is
     computed, so siblings that start together hit each other's prompt. Nothing is known of eviction,
     so apart from the partial block at its end a belief is an upper bound: the difference to the
-    measured `num_cached_tokens` shows how much the engine has evicted.
+    measured `num_cached_tokens` shows how much the engine has evicted. Asynchronous trainers go on
+    generating while a step is reported, so there some turns fall on the wrong side of it.
     """
 
     def __init__(self, block_size_tokens: int) -> None:

@@ -19,11 +19,18 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
+class _Session:
+    """One conversation of a trajectory: where its context lies and how long it is."""
+
+    replica_id: str
+    context_tokens: int = 0
+
+
+@dataclass(slots=True)
 class _Trajectory:
     begin_s: float
     validate: bool
-    replica_id: str
-    context_tokens: int = 0
+    sessions: dict[str, _Session] = field(default_factory=dict)
     pending: list[_PendingTurn] = field(default_factory=list)
 
     def take_pending(self, session_id: str, replica_id: str) -> _PendingTurn | None:
@@ -97,14 +104,18 @@ class WorkloadManager:
         """
         placement = self._placement.place(turn)
         replica_id = placement.replica_id
-        trajectory = self._trajectories.get(turn.trajectory_id)
-        if trajectory is None:
-            trajectory = _Trajectory(begin_s=now_s, validate=turn.validate, replica_id=replica_id)
-            self._trajectories[turn.trajectory_id] = trajectory
+        trajectory = self._trajectories.setdefault(
+            turn.trajectory_id, _Trajectory(begin_s=now_s, validate=turn.validate)
+        )
+        session = trajectory.sessions.get(turn.session_id)
+        if session is not None and session.replica_id != replica_id:
+            self._leave(session)
+            session = None
+            self._stats.turns_moved += not turn.validate
+        if session is None:
+            session = trajectory.sessions[turn.session_id] = _Session(replica_id)
             self._replicas[replica_id].live_trajectories += 1
-        elif trajectory.replica_id != replica_id:
-            self._move(trajectory, replica_id)
-        self._set_context(trajectory, turn.prompt_tokens)
+        self._set_context(session, turn.prompt_tokens, turn.validate)
         believed = self._cache_view.believed_tokens(replica_id, turn.block_hashes)
         self._cache_view.record(replica_id, turn.block_hashes)
         trajectory.pending.append(_PendingTurn(turn, replica_id, believed))
@@ -119,7 +130,10 @@ class WorkloadManager:
             logger.warning("turn of trajectory %s ended on %s but is not pending there", trajectory_id, replica_id)
             return
         self._placement.release(replica_id)
-        self._set_context(trajectory, pending.turn.prompt_tokens + result.completion_tokens)
+        session = trajectory.sessions[session_id]
+        if session.replica_id == replica_id:
+            context_tokens = pending.turn.prompt_tokens + result.completion_tokens
+            self._set_context(session, context_tokens, trajectory.validate)
         if not trajectory.validate:
             self._stats.on_turn_end(replica_id, pending.turn.prompt_tokens, pending.believed_tokens, result)
 
@@ -130,9 +144,8 @@ class WorkloadManager:
             return
         for pending in trajectory.pending:
             self._placement.release(pending.replica_id)
-        replica = self._replicas[trajectory.replica_id]
-        replica.live_trajectories -= 1
-        replica.kv_tokens -= trajectory.context_tokens
+        for session in trajectory.sessions.values():
+            self._leave(session)
         if not trajectory.validate:
             self._stats.on_trajectory_end(trajectory.begin_s, now_s, failed)
 
@@ -159,11 +172,12 @@ class WorkloadManager:
 
     def report(self) -> dict[str, float]:
         """Metrics since the last report; see `step_stats.METRICS`. Starts the next window."""
-        in_pool = self._placement.inflight
-        metrics = self._stats.report(list(in_pool))
+        # A replica may have worked in this window and left the pool before its end.
+        active = [name for name in self._replicas if name in self._placement.inflight or self._stats.worked(name)]
+        metrics = self._stats.report(active)
         metrics["war/trajectories_live"] = sum(not trajectory.validate for trajectory in self._trajectories.values())
         metrics["war/preemptions"] = self._preemptions
-        for replica_id in in_pool:
+        for replica_id in active:
             metrics.update(self._report_replica(self._replicas[replica_id]))
         self._stats = StepStats()
         self._preemptions = 0
@@ -181,19 +195,14 @@ class WorkloadManager:
         replica.kv_usage_peak = 0.0
         return values
 
-    def _move(self, trajectory: _Trajectory, replica_id: str) -> None:
-        old, new = self._replicas[trajectory.replica_id], self._replicas[replica_id]
-        old.live_trajectories -= 1
-        old.kv_tokens -= trajectory.context_tokens
-        new.live_trajectories += 1
-        new.kv_tokens += trajectory.context_tokens
-        trajectory.replica_id = replica_id
-        if not trajectory.validate:
-            self._stats.turns_moved += 1
+    def _leave(self, session: _Session) -> None:
+        replica = self._replicas[session.replica_id]
+        replica.live_trajectories -= 1
+        replica.kv_tokens -= session.context_tokens
 
-    def _set_context(self, trajectory: _Trajectory, context_tokens: int) -> None:
-        replica = self._replicas[trajectory.replica_id]
-        replica.kv_tokens += context_tokens - trajectory.context_tokens
-        trajectory.context_tokens = context_tokens
-        if not trajectory.validate:
+    def _set_context(self, session: _Session, context_tokens: int, validate: bool) -> None:
+        replica = self._replicas[session.replica_id]
+        replica.kv_tokens += context_tokens - session.context_tokens
+        session.context_tokens = context_tokens
+        if not validate:
             replica.note_peaks()

@@ -48,12 +48,15 @@ class TurnResult:
 
     Attributes:
         completion_tokens: Tokens generated.
-        num_cached_tokens: Prompt tokens served from the replica's prefix cache; None when not reported.
+        num_cached_tokens: Prompt tokens served from the replica's prefix cache; None when the engine did not say,
+            as for a turn that was aborted before it began.
+        aborted: The engine gave the request up, for instance for a weight update; the client asks again.
         failed: The request raised instead of returning.
     """
 
     completion_tokens: int = 0
     num_cached_tokens: int | None = None
+    aborted: bool = False
     failed: bool = False
 
 

@@ -12,7 +12,7 @@ def _read_poll_interval(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         interval_s = (kwargs.get("sampler_kwargs") or {}).get("poll_interval_s")
         if interval_s is not None:
-            if not isinstance(interval_s, int | float) or not 0 < interval_s <= 60:
+            if type(interval_s) not in (int, float) or not 0 < interval_s <= 60:
                 raise ValueError(
                     f"trainer.v1.sampler.sampler_kwargs.poll_interval_s={interval_s!r} must be a number of seconds "
                     f"over 0 and at most 60 (verl's own is 2.0)"

@@ -140,4 +140,5 @@ def _result(output: TokenOutput) -> TurnResult:
     return TurnResult(
         completion_tokens=len(output.token_ids),
         num_cached_tokens=output.extra_fields.get("num_cached_tokens"),
+        aborted=output.stop_reason in ("aborted", "abort"),
     )

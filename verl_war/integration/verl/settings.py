@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -47,6 +48,7 @@ def check_launch(config: DictConfig) -> WarConfig | None:
     """
     settings = war_settings(config)
     if settings is None:
+        _refuse_half_a_war(config.actor_rollout_ref.rollout)
         return None
     war = parse_war_config(settings)
     rollout = config.actor_rollout_ref.rollout
@@ -69,8 +71,8 @@ def check_launch(config: DictConfig) -> WarConfig | None:
     _require(
         "actor_rollout_ref.rollout.disaggregation.enabled", disaggregated, (False,), "WAR routes whole replicas only"
     )
-    _check_lengths(config)
     _check_model_path(config.actor_rollout_ref.model.path)
+    _check_lengths(config)
     return war
 
 
@@ -80,18 +82,38 @@ def _require(key: str, value: Any, allowed: tuple[Any, ...], remedy: str) -> Non
         raise ValueError(f"{key}={value!r} does not go with {ROOT_KEY}; allowed: {expected} ({remedy})")
 
 
-def _check_lengths(config: DictConfig) -> None:
-    max_model_len = config.actor_rollout_ref.rollout.get("max_model_len")
-    prompt_length = config.data.max_prompt_length
-    if max_model_len is not None and prompt_length >= max_model_len:
+def _refuse_half_a_war(rollout: DictConfig) -> None:
+    """Without settings the replicas are stock verl's; WAR's router and manager cannot work with them."""
+    if rollout.agent.get("agent_loop_manager_class") == _AGENT_LOOP_MANAGER:
         raise ValueError(
-            f"data.max_prompt_length={prompt_length} leaves no room to generate within "
-            f"actor_rollout_ref.rollout.max_model_len={max_model_len}; expected less. Lower the first, raise the second"
+            f"{ROOT_KEY}=null while the rest of rollout=war is selected; leave it as the group sets it, "
+            f"or use rollout@actor_rollout_ref.rollout=rollout for stock verl"
         )
 
 
+def _check_lengths(config: DictConfig) -> None:
+    path = config.actor_rollout_ref.model.path
+    limits = {
+        "actor_rollout_ref.rollout.max_model_len": config.actor_rollout_ref.rollout.get("max_model_len"),
+        f"max_position_embeddings of {path}": _max_position_embeddings(path),
+    }
+    prompt_length = config.data.max_prompt_length
+    for name, limit in limits.items():
+        if limit is not None and prompt_length >= limit:
+            raise ValueError(
+                f"data.max_prompt_length={prompt_length} leaves no room to generate within {name}={limit}; expected "
+                f"less. Lower the first or raise the second"
+            )
+
+
+def _max_position_embeddings(path: str) -> int | None:
+    """Of a model in a local directory; None for one on a hub, or where the configuration does not say."""
+    file = Path(path).expanduser() / "config.json"
+    return json.loads(file.read_text()).get("max_position_embeddings") if file.is_file() else None
+
+
 def _check_model_path(path: str) -> None:
-    """A path that can only be local must exist; anything else may be a name on a model hub."""
-    is_local = path.startswith(("/", "~", "./", "../"))
+    """A path that can only be local must exist; `owner/name` may be a model on a hub."""
+    is_local = path.startswith(("/", "~", ".")) or (path.count("/") > 1 and "://" not in path)
     if is_local and not Path(path).expanduser().exists():
         raise ValueError(f"actor_rollout_ref.model.path={path!r} does not exist; expected a model directory")
