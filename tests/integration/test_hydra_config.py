@@ -45,6 +45,32 @@ def test_recipes_compose_and_pass_the_launch_check(recipe, algorithm, machine, t
     assert check_launch(war) == WarConfig()
 
 
+MAX_POSITIONS = {"Qwen/Qwen3-8B": 40960, "Qwen/Qwen3-32B": 40960}
+"""`max_position_embeddings` of the published models; vLLM refuses to start beyond it."""
+
+
+@pytest.mark.parametrize(("recipe", "machine"), itertools.product(RECIPES, ("gpu_8b", "gpu_32b")))
+def test_gpu_budgets_hold_the_longest_sequence(recipe, machine):
+    from verl.utils.config import omega_conf_to_dataclass
+
+    config = compose(recipe, "ppo", f"machine={machine}")
+    rollout = config.actor_rollout_ref.rollout
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    assert longest <= rollout.max_model_len <= MAX_POSITIONS[config.actor_rollout_ref.model.path]
+
+    actor, critic = omega_conf_to_dataclass(config.actor_rollout_ref.actor), omega_conf_to_dataclass(config.critic)
+    actor_sp = actor.engine.ulysses_sequence_parallel_size
+    assert actor.ppo_max_token_len_per_gpu * actor_sp >= longest
+    assert rollout.log_prob_max_token_len_per_gpu * actor_sp >= longest
+    critic_sp = critic.engine.ulysses_sequence_parallel_size
+    assert critic_sp == actor_sp > 1
+    assert min(critic.ppo_max_token_len_per_gpu, critic.ppo_infer_max_token_len_per_gpu) * critic_sp >= longest
+
+    gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    assert gpus % actor_sp == 0
+    assert gpus // rollout.tensor_model_parallel_size == {"gpu_8b": 8, "gpu_32b": 4}[machine], "replicas"
+
+
 def test_the_war_override_changes_the_rollout_section_only_where_it_must():
     stock, war = (
         plain(compose("code_agent", "grpo", *overrides))
@@ -71,6 +97,9 @@ def test_the_war_override_changes_the_rollout_section_only_where_it_must():
         ("actor_rollout_ref.rollout.router_config_path=/mine.yaml", ["router_config_path='/mine.yaml'", "remove"]),
         ("actor_rollout_ref.rollout.agent.agent_loop_manager_class=a.B", ["'a.B'", "WarAgentLoopManager"]),
         ("data.max_prompt_length=1536", ["max_prompt_length=1536", "no room"]),
+        ("actor_rollout_ref.rollout.custom.war=null", ["custom.war=null", "rollout=rollout for stock verl"]),
+        ("actor_rollout_ref.model.path=recipes/no/model", ["'recipes/no/model' does not exist"]),
+        ("data.max_prompt_length=40000", ["max_prompt_length=40000", "no room"]),
         ("actor_rollout_ref.model.path=/no/such/model", ["'/no/such/model' does not exist"]),
     ],
 )
