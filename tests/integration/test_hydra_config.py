@@ -53,7 +53,10 @@ MAX_POSITIONS = {"Qwen/Qwen3-8B": 40960, "Qwen/Qwen3-32B": 40960}
 def test_gpu_budgets_hold_the_longest_sequence(recipe, machine):
     from verl.utils.config import omega_conf_to_dataclass
 
-    config = compose(recipe, "ppo", f"machine={machine}")
+    # The critic's configuration loads its model, which a test cannot fetch; its size does not matter here.
+    local = ROOT / "recipes" / "demo_model" / "checkpoint"
+    critic_model = (f"critic.model.path={local}", f"critic.model.tokenizer_path={local}")
+    config = compose(recipe, "ppo", f"machine={machine}", *critic_model)
     rollout = config.actor_rollout_ref.rollout
     longest = config.data.max_prompt_length + config.data.max_response_length
     assert longest <= rollout.max_model_len <= MAX_POSITIONS[config.actor_rollout_ref.model.path]

@@ -259,6 +259,10 @@ def test_script_refuses_bad_options_without_touching_the_output(tmp_path, caplog
     assert not (tmp_path / "out").exists()
 
 
+LEAST_SOLVE_RATE = {"code_agent": 0.15, "search_agent": 0.05}
+"""RL needs groups with successes and failures: at 5%, a third of the groups of 8 has a success."""
+
+
 def test_checkpoint_is_small_and_says_where_it_comes_from():
     files = [path for path in Path(CHECKPOINT_PATH).rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < MAX_SHIPPED_BYTES
@@ -269,7 +273,7 @@ def test_checkpoint_is_small_and_says_where_it_comes_from():
         episodes = record["episodes"][recipe]
         assert episodes["tool_call_validity"] > 0.95
         assert episodes["assistant_turns"] > 3
-        assert 0.15 <= episodes["solve_rate"] <= 0.6
+        assert LEAST_SOLVE_RATE[episodes["recipe"]] <= episodes["solve_rate"] <= 0.6
 
 
 def test_checkpoint_fits_its_tokenizer_and_ends_turns(model, tokenizer):
