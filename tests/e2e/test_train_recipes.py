@@ -16,7 +16,8 @@ RUNS = list(itertools.product(("code_agent", "search_agent"), ("grpo", "ppo")))
 TRAJECTORIES = 4 * 4
 """Prompts times samples of a step, see `train`."""
 
-ZERO_UNLESS_IN_TROUBLE = {"war/trajectories_failed", "war/turns_failed", "war/turns_moved", "war/preemptions",
+ZERO_UNLESS_IN_TROUBLE = {"war/trajectories_failed", "war/turns_failed", "war/turns_aborted", "war/turns_moved",
+                          "war/preemptions",
                           "war/trajectories_live"}  # fmt: skip
 """Counts that stay zero in a healthy synchronous run of stock placement; unit tests move them."""
 
