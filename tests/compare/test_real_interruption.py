@@ -30,6 +30,8 @@ def start(out):
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
+            # Whoever runs the tests in the background may have them ignore Ctrl-C; the user at a terminal does not.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
 
