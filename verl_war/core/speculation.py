@@ -1,0 +1,295 @@
+"""Draft length of every request in the coming engine step: what maximises expected committed tokens per second."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from verl_war.core.acceptance import AcceptanceTable
+from verl_war.core.speculation_limits import SpeculationLimits
+from verl_war.core.step_time import DraftCost, StepTimeModel
+
+Regime = Literal["low", "high"]
+"""`low` load: drafting pays. `high` load: it does not."""
+
+REFRESH_STEPS = 16
+"""A decision for a batch size is reused for so many steps: acceptance and step times move more slowly than that, and
+the decision costs 0.1 ms."""
+
+PLAIN_EVERY_STEPS = 128
+"""While drafting, one step in so many goes without, so that the model still knows what a plain step costs: at a gain
+of 2x this gives up 0.4%."""
+
+KEEP_GAIN_SHARE = 0.5
+"""A regime that drafts is left when the gain falls below this share of `min_gain`, which was needed to enter it."""
+
+AGE_ON_WEIGHTS = 0.5
+"""Part of the acceptance counts that survives a weight update: the new policy resembles the old one."""
+
+OPTIMISTIC_COST = 0.25
+"""A real probe measures the price of drafts where they would pay if they cost only this share of what is believed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """The best draft length of every class of look-ups for one batch.
+
+    Attributes:
+        gain: Expected committed tokens per second over those without drafts, minus 1; 0 when drafting does not pay.
+        lengths: Draft tokens for a row of each class; classes that are not named get none.
+    """
+
+    gain: float = 0.0
+    lengths: dict[int, int] = field(default_factory=dict)
+
+
+def expected_accepted(first: float, later: float, length: int) -> float:
+    """Expected accepted tokens of a draft of ``length`` tokens.
+
+    Source: Leviathan et al. 2023 (arXiv 2211.17192) section 3.1, with an acceptance of its own for the first token.
+    """
+    if length <= 0:
+        return 0.0
+    return first * (1.0 - later**length) / (1.0 - later)
+
+
+def best_length(first: float, later: float, price: float, cost: DraftCost, limit: int) -> tuple[int, float]:
+    """Draft length of one row that earns most at ``price`` tokens per second, and what it earns in tokens.
+
+    The marginal gain ``first * later**(k-1)`` falls with k, so the last token worth its time solves an equation.
+    """
+    token_price = price * cost.token_s
+    if first <= token_price or limit < 1:
+        return 0, 0.0
+    length = limit
+    if token_price > 0.0:
+        length = min(limit, 1 + int(math.log(token_price / first) / math.log(later)))
+    earned = expected_accepted(first, later, length) - token_price * length - price * cost.row_s
+    return (length, earned) if earned > 0.0 else (0, 0.0)
+
+
+def best_budget(
+    cost: DraftCost,
+    rows: int,
+    counts: Sequence[tuple[int, float]],
+    rates: dict[int, tuple[float, float]],
+    limit: int,
+) -> Budget:
+    """Draft lengths that maximise ``(rows + accepted) / seconds`` of a step.
+
+    Args:
+        cost: Seconds of the step.
+        rows: Requests in the batch; each commits one token without drafts.
+        counts: Class and number of rows in it. Numbers below 1 are expectations: then the price of any draft is paid
+            in that share of the steps.
+        rates: Acceptance of first and later tokens by class.
+        limit: Longest draft.
+
+    Source: Dinkelbach 1967 for the ratio: at a given price in tokens per second every row decides alone, and the
+    price is raised until nothing is left to earn.
+    """
+    plain_price = price = rows / cost.plain_s
+    best = Budget()
+    for _ in range(8):
+        lengths: dict[int, int] = {}
+        accepted = drafting = tokens = 0.0
+        for kind, count in counts:
+            first, later = rates[kind]
+            length, _ = best_length(first, later, price, cost, limit)
+            if length:
+                lengths[kind] = length
+                accepted += count * expected_accepted(first, later, length)
+                drafting += count
+                tokens += count * length
+        seconds = cost.plain_s + cost.any_draft_s * min(1.0, drafting) + cost.row_s * drafting + cost.token_s * tokens
+        ratio = (rows + accepted) / seconds
+        if ratio <= price * (1.0 + 1e-9):
+            break
+        price = ratio
+        best = Budget(gain=ratio / plain_price - 1.0, lengths=lengths)
+    return best
+
+
+class DraftPlanner:
+    """Decides before every engine step whether to look drafts up, and then how much of each to use.
+
+    Pure: the caller measures time and passes ``now_s``.
+    """
+
+    def __init__(self, limits: SpeculationLimits, sources: Sequence[str]) -> None:
+        self.limits = limits
+        self.acceptance = AcceptanceTable(sources)
+        self.step_time = StepTimeModel()
+        self.regime: Regime = "high"
+        self.gain = 0.0
+        self.switches = 0
+        self.switch_rows = 0
+        self._step = 0
+        self._switched_at_step = -(1 << 30)
+        self._plain_at_step = 0
+        self._decisions: dict[int, tuple[int, float]] = {}
+        self._decisions_at_step = 0
+        self._probe_at_s = -math.inf
+
+    def set_limits(self, limits: SpeculationLimits) -> None:
+        """New limits; they count from the next step on."""
+        self.limits = limits
+        self._decisions.clear()
+
+    def on_weights_updated(self) -> None:
+        """Half-forget acceptance: another policy generates from now on."""
+        self.acceptance.age(AGE_ON_WEIGHTS)
+        self._decisions.clear()
+
+    def lookup_limit(self, rows: int, kv_tokens: float, now_s: float) -> int:
+        """Longest draft to look up for the coming step; 0 when none can pay. No look-up was made for this answer.
+
+        Args:
+            rows: Requests in the batch.
+            kv_tokens: Tokens of all contexts.
+            now_s: Time in seconds, monotonic.
+        """
+        self._step += 1
+        cap = self._cap(rows)
+        if self.limits.mode == "always":
+            self.regime = "low" if cap else "high"
+            return cap
+        if self.limits.mode == "off" or cap == 0:
+            self._enter("high", rows, 0.0)
+            return 0
+        length, gain = self._decide(rows, kv_tokens, cap)
+        self._hysteresis(rows, gain)
+        if self.regime == "high":
+            return self._probe(rows, kv_tokens, cap, now_s)
+        if self._step - self._plain_at_step >= PLAIN_EVERY_STEPS:
+            self._plain_at_step = self._step
+            return 0
+        return length
+
+    def allocate(self, rows: int, kv_tokens: float, kinds: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        """How much of every draft that was found goes into the coming step.
+
+        Args:
+            rows: Requests in the batch, those without a draft included.
+            kv_tokens: Tokens of all contexts.
+            kinds: Class of each draft, -1 for none.
+            lengths: Tokens found for each.
+
+        Returns:
+            Draft length per look-up, in the order given; all 0 when these drafts do not pay together.
+        """
+        if self.limits.mode == "always":
+            return list(lengths)
+        counts: dict[int, int] = {}
+        for kind in kinds:
+            if kind >= 0:
+                counts[kind] = counts.get(kind, 0) + 1
+        cost = self.step_time.cost(rows, kv_tokens)
+        none = [0] * len(lengths)
+        if not counts or cost is None:
+            return none
+        probing = self.regime == "high"
+        if probing:
+            cost = _cheaper(cost)
+        rates = {kind: self.acceptance.rates(kind) for kind in counts}
+        budget = best_budget(cost, rows, list(counts.items()), rates, self._cap(rows))
+        if not budget.lengths:
+            return none
+        chosen = [min(length, budget.lengths.get(kind, 0)) for kind, length in zip(kinds, lengths, strict=True)]
+        return chosen if probing or self._pays(rows, cost, kinds, chosen, rates) else none
+
+    def observe_step(
+        self, *, rows: int, kv_tokens: float, drafting_rows: int, draft_tokens: int, seconds: float
+    ) -> None:
+        """Count one measured step that held no prefill; see `StepTimeModel.observe`."""
+        if draft_tokens == 0:
+            self._plain_at_step = self._step
+        self.step_time.observe(
+            rows=rows,
+            kv_tokens=kv_tokens,
+            drafting_rows=drafting_rows,
+            draft_tokens=draft_tokens,
+            seconds=seconds,
+        )
+
+    def _cap(self, rows: int) -> int:
+        """Longest draft that the limits allow in a batch of ``rows``: few live requests get long ones."""
+        if rows < 1 or rows > self.limits.max_batch:
+            return 0
+        return min(self.limits.max_draft_tokens, max(1, self.limits.max_step_draft_tokens // rows))
+
+    def _decide(self, rows: int, kv_tokens: float, cap: int) -> tuple[int, float]:
+        if self._step - self._decisions_at_step >= REFRESH_STEPS:
+            self._decisions.clear()
+            self._decisions_at_step = self._step
+        known = self._decisions.get(rows)
+        if known is None:
+            cost = self.step_time.cost(rows, kv_tokens)
+            budget = Budget() if cost is None else self._expected(cost, rows, cap)
+            known = self._decisions[rows] = (max(budget.lengths.values(), default=0), budget.gain)
+        return known
+
+    def _expected(self, cost: DraftCost, rows: int, cap: int) -> Budget:
+        mix = self.acceptance.mix()
+        rates = {kind: self.acceptance.rates(kind) for kind, _ in mix}
+        return best_budget(cost, rows, [(kind, share * rows) for kind, share in mix], rates, cap)
+
+    def _hysteresis(self, rows: int, gain: float) -> None:
+        wanted: Regime
+        if self.regime == "high":
+            wanted = "low" if gain >= self.limits.min_gain else "high"
+        else:
+            wanted = "high" if gain < self.limits.min_gain * KEEP_GAIN_SHARE else "low"
+        if wanted == self.regime or self._step - self._switched_at_step >= self.limits.dwell_steps:
+            self._enter(wanted, rows, gain)
+        elif self.regime == "low" and gain <= 0.0:
+            self._enter("high", rows, gain)  # a loss is not waited out
+
+    def _enter(self, regime: Regime, rows: int, gain: float) -> None:
+        self.gain = gain
+        if regime != self.regime:
+            self.regime = regime
+            self.switches += 1
+            self.switch_rows = rows
+            self._switched_at_step = self._plain_at_step = self._step
+
+    def _probe(self, rows: int, kv_tokens: float, cap: int, now_s: float) -> int:
+        """A short draft now and then, to measure what drafts cost, where they would pay if they cost less."""
+        if now_s < self._probe_at_s:
+            return 0
+        cost = self.step_time.cost(rows, kv_tokens)
+        if cost is None:
+            return 0
+        limit = min(cap, self.limits.probe_draft_tokens)
+        extra_s = cost.extra_s(rows, rows * limit)
+        self._probe_at_s = now_s + max(self.limits.probe_interval_s, extra_s / self.limits.probe_share)
+        return limit if self._expected(_cheaper(cost), rows, limit).gain >= self.limits.min_gain else 0
+
+    def _pays(
+        self,
+        rows: int,
+        cost: DraftCost,
+        kinds: Sequence[int],
+        chosen: Sequence[int],
+        rates: dict[int, tuple[float, float]],
+    ) -> bool:
+        """Whether drafts of these very lengths are faster than none; those found may be shorter than was wished."""
+        by_length: dict[tuple[int, int], int] = {}
+        for pair in zip(kinds, chosen, strict=True):
+            if pair[1]:
+                by_length[pair] = by_length.get(pair, 0) + 1
+        accepted = sum(n * expected_accepted(*rates[kind], length) for (kind, length), n in by_length.items())
+        tokens = sum(n * length for (_, length), n in by_length.items())
+        seconds = cost.plain_s + cost.extra_s(sum(by_length.values()), tokens)
+        return (rows + accepted) * cost.plain_s > rows * seconds
+
+
+def _cheaper(cost: DraftCost) -> DraftCost:
+    return DraftCost(
+        plain_s=cost.plain_s,
+        any_draft_s=cost.any_draft_s * OPTIMISTIC_COST,
+        row_s=cost.row_s * OPTIMISTIC_COST,
+        token_s=cost.token_s * OPTIMISTIC_COST,
+    )

@@ -1,0 +1,155 @@
+"""Settings of speculation that the engines obey, and the watchdog that switches it off when it only costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+SOURCES = ("own", "group", "earlier", "global")
+"""Where drafts come from: the request's own text, its siblings, the same prompt in earlier steps, everything else."""
+
+Mode = Literal["auto", "always", "off"]
+
+MAX_DRAFT_TOKENS = 64
+"""Longest draft that can be asked for; vLLM's rejection sampler stops at 128 (rejection_sampler.py:33, 0.27.1)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationLimits:
+    """What the drafts of one replica may be. Every field has a default that suits an unknown machine.
+
+    Attributes:
+        mode: `auto` drafts when it pays, `always` whenever text is found, `off` never.
+        max_draft_tokens: Longest draft of a request in one step.
+        max_step_draft_tokens: Most draft tokens of a whole step; bounds the step's memory and its look-up.
+        max_batch: Requests in the batch above which nothing is drafted.
+        min_token_prob: A draft ends where the index thinks its continuation less likely than this.
+        sources: Names of the sources that may draft, see `SOURCES`.
+        min_gain: Gain in tokens per second from which drafting begins; below it the estimate's error decides.
+        dwell_steps: Engine steps between two changes of the regime.
+        probe_interval_s: Least time between two drafts made only to measure their cost.
+        probe_draft_tokens: Length of those drafts.
+        probe_share: Share of the time that probes may take.
+        watchdog_acceptance: Accepted over drafted tokens below which the watchdog switches speculation off.
+        watchdog_min_tokens: Draft tokens that it must have seen.
+        watchdog_retry_s: Time after which it lets speculation try again; doubles every time, up to 16 times this.
+    """
+
+    mode: Mode = "auto"
+    max_draft_tokens: int = 24
+    max_step_draft_tokens: int = 512
+    max_batch: int = 256
+    min_token_prob: float = 0.1
+    sources: tuple[str, ...] = SOURCES
+    min_gain: float = 0.03
+    dwell_steps: int = 16
+    probe_interval_s: float = 5.0
+    probe_draft_tokens: int = 4
+    probe_share: float = 0.004
+    watchdog_acceptance: float = 0.02
+    watchdog_min_tokens: int = 1000
+    watchdog_retry_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"speculation.mode={self.mode!r} must be one of {', '.join(get_args(Mode))}")
+        for name in self.sources:
+            if name not in SOURCES:
+                raise ValueError(f"speculation.sources names {name!r}; known sources: {', '.join(SOURCES)}")
+        if not self.sources:
+            raise ValueError("speculation.sources is empty; name at least one source or set mode=off")
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"speculation.{name}={value!r} must be between {low} and {high}")
+
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "max_draft_tokens": (1, MAX_DRAFT_TOKENS),
+    "max_step_draft_tokens": (1, 65536),
+    "max_batch": (1, 65536),
+    "min_token_prob": (0.0, 1.0),
+    "min_gain": (0.0, 10.0),
+    "dwell_steps": (0, 100_000),
+    "probe_interval_s": (0.0, 86_400.0),
+    "probe_draft_tokens": (1, MAX_DRAFT_TOKENS),
+    "probe_share": (1e-6, 1.0),
+    "watchdog_acceptance": (0.0, 1.0),
+    "watchdog_min_tokens": (1, 1_000_000_000),
+    "watchdog_retry_s": (0.0, 86_400.0),
+}
+
+
+def change_limits(limits: SpeculationLimits, params: Mapping[str, Any]) -> SpeculationLimits:
+    """``limits`` with the fields in ``params`` replaced.
+
+    Raises:
+        ValueError: A name is unknown, a value has the wrong type or is out of range.
+    """
+    known = {f.name: f for f in dataclasses.fields(SpeculationLimits)}
+    changed: dict[str, Any] = {}
+    for name, value in params.items():
+        if name not in known:
+            raise ValueError(f"unknown speculation parameter {name}={value!r}; allowed: {', '.join(known)}")
+        expected = type(known[name].default)
+        if expected is tuple and isinstance(value, (list, tuple)):
+            value = tuple(value)
+        if expected is float and type(value) is int:
+            value = float(value)
+        if type(value) is not expected:
+            raise ValueError(f"speculation.{name}={value!r} is {type(value).__name__}; expected {expected.__name__}")
+        changed[name] = value
+    return dataclasses.replace(limits, **changed)
+
+
+class Watchdog:
+    """Switches speculation off when drafts are hardly ever accepted, or when nothing is heard of them."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.trips = 0
+        self._drafted = 0.0
+        self._accepted = 0.0
+        self._unheard = 0
+        self._until_s = -math.inf
+
+    def handed_out(self, tokens: int) -> None:
+        """Count draft tokens given to the engine and not heard of yet."""
+        self._unheard += tokens
+
+    def verified(self, drafted: int, accepted: int, limits: SpeculationLimits) -> None:
+        """Count draft tokens that the engine verified."""
+        self._unheard = 0
+        keep = max(0.0, 1.0 - drafted / (2.0 * limits.watchdog_min_tokens))
+        self._drafted = self._drafted * keep + drafted
+        self._accepted = self._accepted * keep + accepted
+
+    def blocks(self, limits: SpeculationLimits, now_s: float) -> bool:
+        """Whether speculation has to stay off now. Sets `reason` when it trips and clears it when it lets go."""
+        if self.reason:
+            if now_s < self._until_s:
+                return True
+            self.reason = ""
+            self._drafted = self._accepted = 0.0
+            self._unheard = 0
+        if self._unheard >= limits.watchdog_min_tokens:
+            self._trip(f"{self._unheard} draft tokens were handed out and none came back verified", limits, now_s)
+        elif self._drafted >= limits.watchdog_min_tokens and (
+            self._accepted < limits.watchdog_acceptance * self._drafted
+        ):
+            share = self._accepted / self._drafted
+            self._trip(
+                f"{share:.4f} of the last {self._drafted:.0f} draft tokens were accepted, "
+                f"fewer than watchdog_acceptance={limits.watchdog_acceptance}",
+                limits,
+                now_s,
+            )
+        return bool(self.reason)
+
+    def _trip(self, reason: str, limits: SpeculationLimits, now_s: float) -> None:
+        self.reason = reason
+        self._until_s = now_s + limits.watchdog_retry_s * 2 ** min(self.trips, 4)
+        self.trips += 1
