@@ -22,6 +22,11 @@ def test_missing_settings_are_the_defaults():
         ({"metrics_timeout_s": -1}, [f"{ROOT_KEY}.metrics_timeout_s=-1", "over 0"]),
         ({"metrics_timeout_s": float("nan")}, [f"{ROOT_KEY}.metrics_timeout_s=nan", "over 0"]),
         ({"seed": "42"}, [f"{ROOT_KEY}.seed='42'", "expected int or null"]),
+        ({"admission": {"admit_fraction": 0}}, [f"{ROOT_KEY}.admission.admit_fraction=0.0", "between"]),
+        ({"admission": {"admit_fraction": 1.2}}, ["admit_fraction=1.2", "pause_fraction=1.0", "at most the same"]),
+        ({"admission": {"max_hold_s": float("nan")}}, [f"{ROOT_KEY}.admission.max_hold_s=nan", "between"]),
+        ({"admission": {"trajectory_ttl_s": 0}}, [f"{ROOT_KEY}.admission.trajectory_ttl_s=0.0", "between"]),
+        ({"scheduling": {"move_min_turns": -1}}, [f"{ROOT_KEY}.scheduling.move_min_turns=-1", "between"]),
         ([1], [f"{ROOT_KEY}=[1]", "list", "mapping"]),
     ],
 )
@@ -32,10 +37,14 @@ def test_mistakes_name_key_value_and_what_is_allowed(raw, words):
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize("feature", ["speculation", "scheduling", "admission"])
-def test_a_control_that_does_not_exist_yet_cannot_be_switched_on(feature):
-    with pytest.raises(ValueError, match=f"{feature}.enabled=True is not available"):
-        parse_war_config({feature: {"enabled": True}})
+def test_a_control_that_does_not_exist_yet_cannot_be_switched_on():
+    with pytest.raises(ValueError, match="speculation.enabled=True is not available"):
+        parse_war_config({"speculation": {"enabled": True}})
+
+
+def test_scheduling_and_admission_can_be_switched_on_alone():
+    config = parse_war_config({"scheduling": {"enabled": True}, "admission": {"max_hold_s": 60}})
+    assert config.scheduling.enabled and not config.admission.enabled and config.admission.max_hold_s == 60.0
 
 
 def test_integers_are_taken_where_seconds_are_expected():

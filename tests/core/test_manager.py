@@ -24,7 +24,7 @@ def turn(trajectory_id, prompt_tokens, **fields):
 
 
 def play(manager, trajectory_id, prompt_tokens, now_s=0.0, cached=0, completion=2, **fields):
-    placed = manager.on_turn(turn(trajectory_id, prompt_tokens, **fields), now_s)
+    (placed,) = manager.on_turn(turn(trajectory_id, prompt_tokens, **fields), now_s)
     result = TurnResult(completion_tokens=completion, num_cached_tokens=cached)
     manager.on_turn_end(trajectory_id, trajectory_id, placed.replica_id, result, now_s)
     return placed.replica_id
@@ -77,7 +77,7 @@ def test_makespan_and_t90_span_the_trajectories_that_ended(manager):
 def test_imbalance_is_one_when_even_and_the_number_of_replicas_when_one_did_all(manager):
     play(manager, "t", 8, completion=2)
     assert manager.report()["war/imbalance"] == pytest.approx(2.0)
-    placed = [manager.on_turn(turn(name, 8), 0.0).replica_id for name in ("u", "v")]
+    placed = [manager.on_turn(turn(name, 8), 0.0)[0].replica_id for name in ("u", "v")]
     assert set(placed) == {"a", "b"}
     for name, replica_id in zip(("u", "v"), placed, strict=True):
         manager.on_turn_end(name, name, replica_id, TurnResult(completion_tokens=2, num_cached_tokens=0), 0.0)
@@ -103,7 +103,7 @@ def test_validation_is_placed_and_loads_but_is_not_reported(manager):
 
 
 def test_a_failed_turn_counts_no_tokens_and_frees_its_place(manager):
-    placed = manager.on_turn(turn("t", 8), 0.0)
+    (placed,) = manager.on_turn(turn("t", 8), 0.0)
     manager.on_turn_end("t", "t", placed.replica_id, TurnResult(failed=True), 0.0)
     manager.on_trajectory_end("t", failed=True, now_s=0.0)
     report = manager.report()
@@ -119,7 +119,7 @@ def test_a_trajectory_that_ends_with_a_turn_pending_gives_its_place_back(manager
 
 
 def test_two_turns_of_one_session_may_run_at_once(manager):
-    first, second = manager.on_turn(turn("t", 8), 0.0), manager.on_turn(turn("t", 8), 0.0)
+    (first,), (second,) = manager.on_turn(turn("t", 8), 0.0), manager.on_turn(turn("t", 8), 0.0)
     assert first.replica_id == second.replica_id
     for _ in range(2):
         manager.on_turn_end("t", "t", first.replica_id, TurnResult(), 0.0)
@@ -132,7 +132,7 @@ def test_conversations_of_one_trajectory_live_on_replicas_of_their_own(manager):
     for _ in range(3):
         for session_id in ("main", "helper"):
             call = Turn(session_id=session_id, trajectory_id="t", prompt_tokens=8)
-            replica_id = manager.on_turn(call, 0.0).replica_id
+            replica_id = manager.on_turn(call, 0.0)[0].replica_id
             homes.setdefault(session_id, replica_id)
             other = Turn(session_id="filler", trajectory_id="filler", prompt_tokens=1)
             if len(homes) == 1:  # occupy the first home, so that the second conversation goes elsewhere
@@ -150,7 +150,7 @@ def test_conversations_of_one_trajectory_live_on_replicas_of_their_own(manager):
 
 
 def test_an_aborted_turn_counts_no_prompt_that_nobody_computed(manager):
-    placed = manager.on_turn(turn("t", 30), 0.0)
+    (placed,) = manager.on_turn(turn("t", 30), 0.0)
     manager.on_turn_end("t", "t", placed.replica_id, TurnResult(aborted=True), 0.0)
     play(manager, "t", 30, cached=4)
     report = manager.report()
@@ -159,10 +159,8 @@ def test_an_aborted_turn_counts_no_prompt_that_nobody_computed(manager):
 
 
 def test_work_of_a_replica_that_left_is_reported(manager):
-    for name, tokens in (("t", 8), ("u", 24)):
-        manager.on_turn(turn(name, tokens), 0.0)
-    for name, replica_id in (("t", manager._trajectories["t"].sessions["t"].replica_id),
-                             ("u", manager._trajectories["u"].sessions["u"].replica_id)):  # fmt: skip
+    placed = [*manager.on_turn(turn("t", 8), 0.0), *manager.on_turn(turn("u", 24), 0.0)]
+    for name, replica_id in ((placement.session_id, placement.replica_id) for placement in placed):
         manager.on_turn_end(name, name, replica_id, TurnResult(num_cached_tokens=0), 0.0)
     manager.on_replica_down("b", 0.0)
     report = manager.report()

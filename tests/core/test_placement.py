@@ -20,24 +20,24 @@ def pool(*replica_ids, **options):
 def test_new_sessions_go_to_the_replica_with_fewest_requests_in_flight():
     placement = pool("a", "b")
     first, second = placement.place(turn("s1")), placement.place(turn("s2"))
-    assert {first.replica_id, second.replica_id} == {"a", "b"}
-    assert first.reason is second.reason is Reason.LEAST_INFLIGHT
+    assert {first[0], second[0]} == {"a", "b"}
+    assert first[1] is second[1] is Reason.LEAST_INFLIGHT
 
 
 def test_a_session_stays_although_its_replica_is_the_busiest():
     placement = pool("a", "b")
-    home = placement.place(turn("s")).replica_id
+    home = placement.place(turn("s"))[0]
     again = placement.place(turn("s"))
-    assert (again.replica_id, again.reason) == (home, Reason.STICKY)
+    assert again == (home, Reason.STICKY)
     assert placement.inflight[home] == 2
 
 
 def test_a_session_moves_when_its_replica_has_left():
     placement = pool("a", "b")
-    home = placement.place(turn("s")).replica_id
+    home = placement.place(turn("s"))[0]
     placement.remove_replica(home)
     moved = placement.place(turn("s"))
-    assert moved.replica_id != home and moved.reason is Reason.LEAST_INFLIGHT
+    assert moved[0] != home and moved[1] is Reason.LEAST_INFLIGHT
 
 
 def test_release_never_goes_below_zero_and_ignores_replicas_that_left():
@@ -56,23 +56,19 @@ def test_full_determinism_places_by_hash_over_the_pool():
     placement = pool("a", "b", "c", full_determinism=True)
     for session_id in ("x", "y", "z"):
         chosen = placement.place(turn(session_id))
-        assert chosen.replica_id == "abc"[hash(session_id) % 3] and chosen.reason is Reason.DETERMINISTIC
+        assert chosen == ("abc"[hash(session_id) % 3], Reason.DETERMINISTIC)
 
 
 def test_forgetting_sessions_counts_them_and_lets_them_be_placed_anew():
     placement = pool("a", "b")
-    home = placement.place(turn("s")).replica_id
+    home = placement.place(turn("s"))[0]
     assert placement.forget_sessions() == 1
-    assert placement.place(turn("s")).replica_id != home
+    assert placement.place(turn("s"))[0] != home
 
 
 def test_the_least_recently_used_session_is_forgotten_beyond_verls_capacity():
     placement = pool("a")
     for number in range(STOCK_SESSION_CAPACITY + 1):
         placement.place(turn(f"s{number}"))
-    assert placement.place(turn("s0")).reason is Reason.LEAST_INFLIGHT
-    assert placement.place(turn(f"s{STOCK_SESSION_CAPACITY}")).reason is Reason.STICKY
-
-
-def test_priority_of_the_agent_loop_is_passed_on():
-    assert pool("a").place(turn("s", priority=3)).priority == 3
+    assert placement.place(turn("s0"))[1] is Reason.LEAST_INFLIGHT
+    assert placement.place(turn(f"s{STOCK_SESSION_CAPACITY}"))[1] is Reason.STICKY

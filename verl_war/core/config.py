@@ -22,6 +22,77 @@ class FeatureConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingConfig:
+    """Priced placement. Off means: stock verl's placement.
+
+    Attributes:
+        enabled: The switch.
+        move_min_saving_s: Seconds that a move must save at least.
+        move_min_saving_share: Share of the price at home that a move must save at least.
+        move_min_turns: Turns that a conversation stays after a move.
+        move_min_load_ratio: Moves are considered from this ratio of home's load to the least loaded replica's.
+        offload_capacity_tokens: KV tokens that each replica keeps in host memory when they leave its own
+            (vLLM's KV offloading); 0 = none.
+        offload_price_share: Seconds of fetching a token from there over those of prefilling it.
+    """
+
+    enabled: bool = False
+    move_min_saving_s: float = 0.5
+    move_min_saving_share: float = 0.2
+    move_min_turns: int = 3
+    move_min_load_ratio: float = 1.25
+    offload_capacity_tokens: int = 0
+    offload_price_share: float = 0.15
+
+    def __post_init__(self) -> None:
+        _require_range(self, "scheduling", "move_min_saving_s", 0.0, 3600.0)
+        _require_range(self, "scheduling", "move_min_saving_share", 0.0, 1.0)
+        _require_range(self, "scheduling", "move_min_turns", 0, 1000)
+        _require_range(self, "scheduling", "move_min_load_ratio", 1.0, 100.0)
+        _require_range(self, "scheduling", "offload_capacity_tokens", 0, 10**12)
+        _require_range(self, "scheduling", "offload_price_share", 0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionConfig:
+    """Holding conversations until their KV fits. Off means: all run at once, as in stock verl.
+
+    Attributes:
+        enabled: The switch.
+        admit_fraction: Conversations are admitted while a replica's working set stays under this share of its
+            trusted capacity.
+        pause_fraction: Above this share, conversations that are between turns are paused.
+        growth_turns: Turns of growth that the working set reserves for each admitted conversation.
+        max_hold_s: A held turn runs after that time, whether it fits or not.
+        trajectory_ttl_s: Life of a trajectory's sandbox from its first turn; null = unlimited. Held turns run
+            before it is over.
+        deadline_margin_s: How long before that.
+    """
+
+    enabled: bool = False
+    admit_fraction: float = 0.9
+    pause_fraction: float = 1.0
+    growth_turns: float = 1.0
+    max_hold_s: float = 900.0
+    trajectory_ttl_s: float | None = None
+    deadline_margin_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        _require_range(self, "admission", "admit_fraction", 0.05, 10.0)
+        _require_range(self, "admission", "pause_fraction", 0.05, 10.0)
+        _require_range(self, "admission", "growth_turns", 0.0, 100.0)
+        _require_range(self, "admission", "max_hold_s", 0.0, 1e6)
+        _require_range(self, "admission", "deadline_margin_s", 0.0, 1e6)
+        if self.trajectory_ttl_s is not None:
+            _require_range(self, "admission", "trajectory_ttl_s", 1.0, 1e7)
+        if self.admit_fraction > self.pause_fraction:
+            raise ValueError(
+                f"{ROOT_KEY}.admission.admit_fraction={self.admit_fraction!r} is over pause_fraction="
+                f"{self.pause_fraction!r}: what is admitted would be paused at once; expected at most the same"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WarConfig:
     """All settings of WAR.
 
@@ -37,19 +108,18 @@ class WarConfig:
     """
 
     speculation: FeatureConfig = field(default_factory=FeatureConfig)
-    scheduling: FeatureConfig = field(default_factory=FeatureConfig)
-    admission: FeatureConfig = field(default_factory=FeatureConfig)
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     block_size_tokens: int = 64
     metrics_timeout_s: float = 30.0
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("speculation", "scheduling", "admission"):
-            if getattr(self, name).enabled:
-                raise ValueError(
-                    f"{ROOT_KEY}.{name}.enabled=True is not available in this version of verl_war; "
-                    f"allowed: False (stock verl's behaviour)"
-                )
+        if self.speculation.enabled:
+            raise ValueError(
+                f"{ROOT_KEY}.speculation.enabled=True is not available in this version of verl_war; "
+                f"allowed: False (stock verl's behaviour)"
+            )
         if not 1 <= self.block_size_tokens <= 4096:
             raise ValueError(f"{ROOT_KEY}.block_size_tokens={self.block_size_tokens!r} must be between 1 and 4096")
         if not 0 < self.metrics_timeout_s <= 3600:
@@ -92,6 +162,13 @@ def _value(hint: Any, value: Any, path: str) -> Any:
         names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
         raise ValueError(f"{path}={value!r} is {type(value).__name__}; expected {names}")
     return value
+
+
+def _require_range(config: Any, section: str, name: str, low: float, high: float) -> None:
+    """Raise unless `low <= config.name <= high`; NaN is never in range."""
+    value = getattr(config, name)
+    if not low <= value <= high:
+        raise ValueError(f"{ROOT_KEY}.{section}.{name}={value!r} must be between {low} and {high}")
 
 
 def _keys(cls: Any) -> str:

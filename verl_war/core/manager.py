@@ -1,17 +1,22 @@
 """The workload manager: events of the rollout in, decisions and metrics out.
 
-It is driven by the live router and has no clock, no I/O and no knowledge of Ray, vLLM or verl.
+It is driven by the live router and by the simulator, and has no clock, no I/O and no knowledge of Ray, vLLM or verl.
 """
 
 from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from verl_war.core.cache_view import CacheView
 from verl_war.core.config import WarConfig
+from verl_war.core.cost_model import StepTimeFit
+from verl_war.core.fleet import Conversation, Fleet, Replica
 from verl_war.core.placement import StockPlacement
+from verl_war.core.progress import Progress
+from verl_war.core.scheduler import Scheduler, Start
 from verl_war.core.step_stats import StepStats
 from verl_war.core.types import Placement, ReplicaSnapshot, Turn, TurnResult
 
@@ -19,18 +24,12 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Session:
-    """One conversation of a trajectory: where its context lies and how long it is."""
-
-    replica_id: str
-    context_tokens: int = 0
-
-
-@dataclass(slots=True)
 class _Trajectory:
     begin_s: float
+    group_id: str
     validate: bool
-    sessions: dict[str, _Session] = field(default_factory=dict)
+    turns: int = 0
+    sessions: set[str] = field(default_factory=set)
     pending: list[_PendingTurn] = field(default_factory=list)
 
     def take_pending(self, session_id: str, replica_id: str) -> _PendingTurn | None:
@@ -46,121 +45,175 @@ class _PendingTurn:
     turn: Turn
     replica_id: str
     believed_tokens: int
+    retained_since_s: float | None
+    """When the conversation's last turn ended, if its KV was left alone since; None when it was not."""
 
 
 @dataclass(slots=True)
-class _Replica:
-    index: int
+class _ReplicaPeaks:
     live_trajectories: int = 0
     kv_tokens: int = 0
-    live_trajectories_peak: int = 0
-    kv_tokens_peak: int = 0
-    kv_usage_peak: float = 0.0
+    kv_usage: float = 0.0
     preemptions_seen: int = 0
-
-    def note_peaks(self) -> None:
-        self.live_trajectories_peak = max(self.live_trajectories_peak, self.live_trajectories)
-        self.kv_tokens_peak = max(self.kv_tokens_peak, self.kv_tokens)
 
 
 class WorkloadManager:
-    """State of all live trajectories and replicas, and the decision where each turn runs.
+    """State of all live trajectories and replicas, and the decision when and where each turn runs.
 
     Args:
         config: Settings of WAR.
         full_determinism: `rollout.full_determinism` of verl.
 
-    Every event carries `now_s`, seconds of one monotonic clock.
+    Every event carries `now_s`, seconds of one monotonic clock, and returns the turns that may start because of it.
+    A turn that `on_turn` does not return is held until a later event returns it.
     """
 
     def __init__(self, config: WarConfig, full_determinism: bool = False) -> None:
-        self._placement = StockPlacement(random.Random(config.seed), full_determinism)
+        rng = random.Random(config.seed)
+        self._fleet = Fleet()
         self._cache_view = CacheView(config.block_size_tokens)
+        self._progress = Progress()
+        self._step_time = StepTimeFit()
+        self._stock = StockPlacement(rng, full_determinism)
+        self._scheduler: Scheduler | None = None
+        if config.scheduling.enabled or config.admission.enabled:
+            self._scheduler = Scheduler(config, self._fleet, self._cache_view, self._progress, rng)
         self._trajectories: dict[str, _Trajectory] = {}
-        self._replicas: dict[str, _Replica] = {}
+        self._peaks: dict[str, _ReplicaPeaks] = {}
         self._stats = StepStats()
-        self._preemptions = 0
 
     @property
     def inflight(self) -> dict[str, int]:
         """Requests in flight of every replica in the pool."""
-        return self._placement.inflight
+        return self._stock.inflight
 
-    def on_replica_up(self, replica_id: str, now_s: float) -> None:
+    @property
+    def held_turns(self) -> int:
+        """Turns that wait for admission."""
+        return len(self._scheduler.queue) if self._scheduler is not None else 0
+
+    def on_replica_up(self, replica_id: str, now_s: float) -> list[Placement]:
         """A replica joined the pool or comes back to it."""
-        self._placement.add_replica(replica_id)
-        self._replicas.setdefault(replica_id, _Replica(index=len(self._replicas)))
+        self._stock.add_replica(replica_id)
+        self._fleet.add_replica(replica_id)
+        self._peaks.setdefault(replica_id, _ReplicaPeaks())
+        return self._drain(now_s)
 
-    def on_replica_down(self, replica_id: str, now_s: float) -> None:
-        """A replica left the pool; what its cache held is not counted on any more."""
-        self._placement.remove_replica(replica_id)
+    def on_replica_down(self, replica_id: str, now_s: float) -> list[Placement]:
+        """A replica left the pool; what its cache held is not counted on any more.
+
+        When it was the last one, held turns go on waiting for another.
+        """
+        self._stock.remove_replica(replica_id)
         self._cache_view.drop(replica_id)
+        for conversation in self._fleet.remove_replica(replica_id):
+            conversation.retained = False
+        return self._drain(now_s)
 
-    def on_turn(self, turn: Turn, now_s: float) -> Placement:
-        """Place a turn.
+    def on_turn(self, turn: Turn, now_s: float) -> list[Placement]:
+        """A client wants to run a turn.
 
         Raises:
             RuntimeError: No replica is in the pool.
+            ValueError: The conversation has a held turn already.
         """
-        placement = self._placement.place(turn)
-        replica_id = placement.replica_id
-        trajectory = self._trajectories.setdefault(
-            turn.trajectory_id, _Trajectory(begin_s=now_s, validate=turn.validate)
-        )
-        session = trajectory.sessions.get(turn.session_id)
-        if session is not None and session.replica_id != replica_id:
-            self._leave(session)
-            session = None
-            self._stats.turns_moved += not turn.validate
-        if session is None:
-            session = trajectory.sessions[turn.session_id] = _Session(replica_id)
-            self._replicas[replica_id].live_trajectories += 1
-        self._set_context(session, turn.prompt_tokens, turn.validate)
-        believed = self._cache_view.believed_tokens(replica_id, turn.block_hashes)
-        self._cache_view.record(replica_id, turn.block_hashes)
-        trajectory.pending.append(_PendingTurn(turn, replica_id, believed))
-        return placement
+        if self._scheduler is not None and self._scheduler.queue.find(turn.session_id) is not None:
+            raise ValueError(
+                f"session {turn.session_id} asked for a turn while one of its turns is held; expected one at a time"
+            )
+        if not self._fleet.least_loaded(1):
+            raise RuntimeError("No available servers in load balancer")
+        trajectory = self._trajectories.setdefault(turn.trajectory_id, _Trajectory(now_s, turn.group_id, turn.validate))
+        conversation = self._fleet.conversation_of(turn, now_s)
+        if turn.session_id in trajectory.sessions and conversation.turns_begun:
+            self._progress.on_turn_growth(turn.prompt_tokens - conversation.prompt_tokens)
+        trajectory.sessions.add(turn.session_id)
+        conversation.prompt_tokens = turn.prompt_tokens
+        if self._scheduler is None:
+            return [self._begin(self._place_as_stock(turn, conversation), now_s)]
+        return self._begin_all(self._scheduler.request(turn, conversation, now_s), now_s)
 
     def on_turn_end(self, trajectory_id: str, session_id: str, replica_id: str, result: TurnResult,
-                    now_s: float) -> None:  # fmt: skip
+                    now_s: float) -> list[Placement]:  # fmt: skip
         """A turn returned or failed. A turn that was never placed, or ended before, only logs a warning."""
         trajectory = self._trajectories.get(trajectory_id)
         pending = trajectory.take_pending(session_id, replica_id) if trajectory is not None else None
         if trajectory is None or pending is None:
             logger.warning("turn of trajectory %s ended on %s but is not pending there", trajectory_id, replica_id)
-            return
-        self._placement.release(replica_id)
-        session = trajectory.sessions[session_id]
-        if session.replica_id == replica_id:
-            context_tokens = pending.turn.prompt_tokens + result.completion_tokens
-            self._set_context(session, context_tokens, trajectory.validate)
+            return []
+        self._stock.release(replica_id)
+        conversation = self._fleet.conversations[session_id]
+        self._fleet.end_turn(conversation, replica_id)
+        conversation.last_end_s = now_s
+        if not (result.failed or result.aborted):
+            self._learn(trajectory, pending, conversation, result, now_s)
+        if conversation.replica_id == replica_id:
+            grown = pending.turn.prompt_tokens + result.completion_tokens - conversation.context_tokens
+            self._resize(conversation, max(0, grown), trajectory.validate)
+            conversation.retained = not result.failed
         if not trajectory.validate:
             self._stats.on_turn_end(replica_id, pending.turn.prompt_tokens, pending.believed_tokens, result)
+        return self._drain(now_s)
 
-    def on_trajectory_end(self, trajectory_id: str, failed: bool, now_s: float) -> None:
+    def on_turn_abandoned(self, session_id: str, now_s: float) -> list[Placement]:
+        """The client of a held turn went away before the turn was admitted."""
+        if self._scheduler is not None:
+            self._scheduler.abandon(session_id)
+        return self._drain(now_s)
+
+    def on_trajectory_end(self, trajectory_id: str, failed: bool, now_s: float) -> list[Placement]:
         """A trajectory ended. Turns it still had pending are given up; an unknown one had no turn and is ignored."""
         trajectory = self._trajectories.pop(trajectory_id, None)
         if trajectory is None:
-            return
+            return []
         for pending in trajectory.pending:
-            self._placement.release(pending.replica_id)
-        for session in trajectory.sessions.values():
-            self._leave(session)
+            self._stock.release(pending.replica_id)
+            self._fleet.end_turn(self._fleet.conversations[pending.turn.session_id], pending.replica_id)
+        for session_id in trajectory.sessions:
+            if self._scheduler is not None:
+                self._scheduler.abandon(session_id)
+            self._fleet.withdraw(self._fleet.conversations.pop(session_id))
+            self._cache_view.forget(session_id)
+        if not failed and not trajectory.validate:
+            self._progress.on_trajectory_end(trajectory.group_id, trajectory.turns)
         if not trajectory.validate:
             self._stats.on_trajectory_end(trajectory.begin_s, now_s, failed)
+        return self._drain(now_s)
 
-    def on_snapshot(self, replica_id: str, snapshot: ReplicaSnapshot, now_s: float) -> None:
+    def on_snapshot(self, replica_id: str, snapshot: ReplicaSnapshot, now_s: float) -> list[Placement]:
         """Take in an engine's readings. A restarted engine counts its preemptions from zero again."""
-        replica = self._replicas[replica_id]
-        if snapshot.preemptions < replica.preemptions_seen:
-            replica.preemptions_seen = 0
-        self._preemptions += snapshot.preemptions - replica.preemptions_seen
-        replica.preemptions_seen = snapshot.preemptions
-        replica.kv_usage_peak = max(replica.kv_usage_peak, snapshot.kv_usage_peak)
+        replica, peaks = self._fleet.replicas[replica_id], self._peaks[replica_id]
+        if snapshot.preemptions < peaks.preemptions_seen:
+            peaks.preemptions_seen = 0
+        preempted = snapshot.preemptions - peaks.preemptions_seen
+        peaks.preemptions_seen = snapshot.preemptions
+        peaks.kv_usage = max(peaks.kv_usage, snapshot.kv_usage_peak)
+        self._stats.preemptions += preempted
+        if snapshot.kv_capacity_tokens != replica.capacity_tokens:
+            replica.capacity_tokens = snapshot.kv_capacity_tokens
+            self._fleet.freed += 1
+        window = replica.pace.window(snapshot, now_s)
+        if window is not None:
+            self._step_time.observe(*window)
+            replica.pace.update(window, self._step_time.value())
+        if self._scheduler is not None:
+            self._scheduler.placement.model = self._step_time.value()
+            self._scheduler.trust.on_preemptions(replica, preempted)
+            self._scheduler.control(replica, now_s)
+        return self._drain(now_s)
+
+    def on_tick(self, now_s: float) -> list[Placement]:
+        """Time has passed: held turns may be overdue. To be called about twice a second."""
+        return self._drain(now_s)
 
     def on_weights_updated(self, now_s: float) -> None:
         """The policy changed on all replicas; verl clears their prefix caches with it."""
         self._cache_view.drop_all()
+        for conversation in self._fleet.conversations.values():
+            conversation.retained = False
+        if self._scheduler is not None:
+            self._scheduler.trust.forget()
+            self._scheduler.forget_groups({trajectory.group_id for trajectory in self._trajectories.values()})
 
     def on_decision_time(self, seconds: float) -> None:
         """How long the caller measured one `on_turn` to take."""
@@ -168,41 +221,107 @@ class WorkloadManager:
 
     def forget_sessions(self) -> int:
         """Drop all stickiness, as verl asks when it changes between training and rollout."""
-        return self._placement.forget_sessions()
+        for conversation in self._fleet.conversations.values():
+            if conversation.inflight == 0:
+                self._fleet.withdraw(conversation)
+                conversation.replica_id = ""
+                conversation.retained = False
+        return self._stock.forget_sessions()
 
     def report(self) -> dict[str, float]:
         """Metrics since the last report; see `step_stats.METRICS`. Starts the next window."""
         # A replica may have worked in this window and left the pool before its end.
-        active = [name for name in self._replicas if name in self._placement.inflight or self._stats.worked(name)]
+        active = [name for name in self._peaks if name in self._stock.inflight or self._stats.worked(name)]
         metrics = self._stats.report(active)
         metrics["war/trajectories_live"] = sum(not trajectory.validate for trajectory in self._trajectories.values())
-        metrics["war/preemptions"] = self._preemptions
         for replica_id in active:
-            metrics.update(self._report_replica(self._replicas[replica_id]))
+            metrics.update(self._report_replica(replica_id))
+        if self._scheduler is not None:
+            metrics["war/turns_paused"], self._scheduler.paused = self._scheduler.paused, 0
         self._stats = StepStats()
-        self._preemptions = 0
         return metrics
 
-    def _report_replica(self, replica: _Replica) -> dict[str, float]:
+    def _report_replica(self, replica_id: str) -> dict[str, float]:
+        replica, peaks = self._fleet.replicas[replica_id], self._peaks[replica_id]
         prefix = f"war/replica/{replica.index}"
         values = {
-            f"{prefix}/live_trajectories_peak": float(replica.live_trajectories_peak),
-            f"{prefix}/kv_tokens_peak": float(replica.kv_tokens_peak),
-            f"{prefix}/kv_usage_peak": replica.kv_usage_peak,
+            f"{prefix}/live_trajectories_peak": float(peaks.live_trajectories),
+            f"{prefix}/kv_tokens_peak": float(peaks.kv_tokens),
+            f"{prefix}/kv_usage_peak": peaks.kv_usage,
+            f"{prefix}/trusted_share": replica.trusted_share,
+            f"{prefix}/slowness": replica.pace.slowness,
         }
-        replica.live_trajectories_peak = replica.live_trajectories
-        replica.kv_tokens_peak = replica.kv_tokens
-        replica.kv_usage_peak = 0.0
+        peaks.live_trajectories, peaks.kv_tokens, peaks.kv_usage = len(replica.admitted), replica.kv_tokens, 0.0
         return values
 
-    def _leave(self, session: _Session) -> None:
-        replica = self._replicas[session.replica_id]
-        replica.live_trajectories -= 1
-        replica.kv_tokens -= session.context_tokens
+    def _place_as_stock(self, turn: Turn, conversation: Conversation) -> Start:
+        replica_id, reason = self._stock.place(turn)
+        replica = self._fleet.replicas[replica_id]
+        if conversation.admitted and conversation.replica_id != replica_id:
+            self._fleet.withdraw(conversation)
+            conversation.retained = False
+        if not conversation.admitted:
+            if conversation.turns_begun and conversation.replica_id != replica_id:
+                conversation.moved_at_turn = conversation.turns_begun
+            self._fleet.resize(conversation, turn.prompt_tokens, turn.prompt_tokens)
+            self._fleet.admit(conversation, replica, turn.prompt_tokens, 0)
+        return Start(turn, conversation, replica, reason)
 
-    def _set_context(self, session: _Session, context_tokens: int, validate: bool) -> None:
-        replica = self._replicas[session.replica_id]
-        replica.kv_tokens += context_tokens - session.context_tokens
-        session.context_tokens = context_tokens
-        if not validate:
-            replica.note_peaks()
+    def _begin_all(self, starts: Iterable[Start], now_s: float) -> list[Placement]:
+        return [self._begin(start, now_s) for start in starts]
+
+    def _drain(self, now_s: float) -> list[Placement]:
+        return self._begin_all(self._scheduler.drain(now_s), now_s) if self._scheduler is not None else []
+
+    def _begin(self, start: Start, now_s: float) -> Placement:
+        """Account for a turn that starts now."""
+        turn, conversation, replica = start.turn, start.conversation, start.replica
+        replica_id = replica.replica_id
+        if self._scheduler is not None:
+            self._stock.count(replica_id)
+        moved = conversation.turns_begun > 0 and conversation.last_replica_id != replica_id
+        conversation.last_replica_id = replica_id
+        self._fleet.begin_turn(conversation)
+        self._resize(conversation, turn.prompt_tokens - conversation.context_tokens, turn.validate)
+        believed = self._cache_view.believed_tokens(replica_id, turn.session_id, turn.group_id, turn.block_hashes)
+        self._cache_view.record(replica_id, turn.session_id, turn.group_id, turn.block_hashes)
+        uncached = max(0, turn.prompt_tokens - believed)
+        replica.allocated_tokens += uncached
+        prefill_s = self._step_time.value().prefill_s(uncached) * replica.pace.slowness
+        replica.prefill_until_s = max(replica.prefill_until_s, now_s) + prefill_s
+        trajectory = self._trajectories[turn.trajectory_id]
+        trajectory.turns += 1
+        retained_since_s = conversation.last_end_s if conversation.retained and not moved else None
+        trajectory.pending.append(_PendingTurn(turn, replica_id, believed, retained_since_s))
+        if not turn.validate:
+            self._stats.on_start(start.reason, start.held_s, moved, start.price_s)
+        return Placement(session_id=turn.session_id, trajectory_id=turn.trajectory_id, replica_id=replica_id,
+                         priority=turn.priority, reason=start.reason, price_s=start.price_s,
+                         held_s=start.held_s)  # fmt: skip
+
+    def _learn(
+        self, trajectory: _Trajectory, pending: _PendingTurn, conversation: Conversation, result: TurnResult,
+        now_s: float,
+    ) -> None:  # fmt: skip
+        """What a turn that returned tells about progress and about the engine's cache."""
+        replica: Replica = self._fleet.replicas[pending.replica_id]
+        replica.allocated_tokens += result.completion_tokens
+        if not trajectory.validate:
+            self._progress.on_turn_output(result.completion_tokens)
+        if result.num_cached_tokens is None or self._scheduler is None:
+            return
+        if pending.retained_since_s is not None:
+            self._scheduler.trust.on_turn_end(
+                replica, pending.believed_tokens, result.num_cached_tokens, pending.retained_since_s
+            )
+            self._scheduler.control(replica, now_s)
+
+    def _resize(self, conversation: Conversation, grown_tokens: int, validate: bool) -> None:
+        """The context grew; peaks are those of training trajectories."""
+        self._fleet.resize(
+            conversation, conversation.context_tokens + grown_tokens, conversation.need_tokens + grown_tokens
+        )
+        if conversation.replica_id and not validate:
+            replica, peaks = self._fleet.replicas[conversation.replica_id], self._peaks[conversation.replica_id]
+            peaks.live_trajectories = max(peaks.live_trajectories, len(replica.admitted))
+            peaks.kv_tokens = max(peaks.kv_tokens, replica.kv_tokens)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from verl_war.core.types import Placement, Reason, Turn
+from verl_war.core.cache_view import CacheView
+from verl_war.core.config import SchedulingConfig
+from verl_war.core.cost_model import StepTime
+from verl_war.core.fleet import Conversation, Fleet, Replica
+from verl_war.core.progress import Progress
+from verl_war.core.types import Reason, Turn
 
 STOCK_SESSION_CAPACITY = 10_000
 """verl forgets the least recently used session beyond this many
@@ -41,7 +46,7 @@ class StockPlacement:
         """Take a replica out of the pool; its sessions are placed anew at their next turn."""
         self._inflight.pop(replica_id, None)
 
-    def place(self, turn: Turn) -> Placement:
+    def place(self, turn: Turn) -> tuple[str, Reason]:
         """Choose the replica of a turn and count it as in flight there.
 
         Raises:
@@ -52,8 +57,12 @@ class StockPlacement:
         self._session_replica.move_to_end(turn.session_id)
         if len(self._session_replica) > STOCK_SESSION_CAPACITY:
             self._session_replica.popitem(last=False)
+        self.count(replica_id)
+        return replica_id, reason
+
+    def count(self, replica_id: str) -> None:
+        """Count one more request in flight on a replica of the pool."""
         self._inflight[replica_id] += 1
-        return Placement(replica_id=replica_id, priority=turn.priority, reason=reason)
 
     def release(self, replica_id: str) -> None:
         """Count one request fewer in flight; a replica no longer in the pool is ignored."""
@@ -82,3 +91,115 @@ def _least(counts: Iterable[tuple[str, int]]) -> list[str]:
     pairs = list(counts)
     fewest = min(count for _, count in pairs)
     return [replica_id for replica_id, count in pairs if count == fewest]
+
+
+PRICE_EPSILON = 0.05
+"""Replicas within this share of the least price are equal: prices are estimates, and a strict minimum sends every
+new conversation of a burst to one replica (verl issue 7613)."""
+
+CANDIDATES = 4
+"""Least loaded replicas that are priced besides home and those that hold the group's prompt. Two random choices
+already remove most of the imbalance of one (Mitzenmacher 2001); the least loaded of a heap are better than random."""
+
+GROUP_CANDIDATES = 4
+"""Replicas with the group's prompt that are priced at most."""
+
+
+class PricedPlacement:
+    """Prices replicas in seconds and picks among the cheapest.
+
+    The price of serving a conversation's coming turns on a replica adds up, times the replica's observed slowness:
+    the prefill of what its cache lacks, a transfer for what it keeps in host memory, the prefill queued before it,
+    the decoding of the tokens still expected at the replica's batch and KV, and the overflow: what its working set
+    exceeds the trusted capacity by is prefilled again every turn, by somebody.
+    """
+
+    def __init__(
+        self, config: SchedulingConfig, fleet: Fleet, cache_view: CacheView, progress: Progress, rng: random.Random
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._cache_view = cache_view
+        self._progress = progress
+        self._rng = rng
+        self.model = StepTime()
+
+    def price(self, turn: Turn, conversation: Conversation, replica: Replica, now_s: float) -> dict[str, float]:
+        """Terms of the price of `replica`, in seconds; their sum under `total`."""
+        model, slowness = self.model, replica.pace.slowness
+        at_home = conversation.admitted and conversation.replica_id == replica.replica_id
+        cached = self._cache_view.believed_tokens(replica.replica_id, turn.session_id, turn.group_id, turn.block_hashes)
+        lost, offloaded = self._evicted(conversation, replica, cached)
+        turns = self._progress.remaining_turns(turn.group_id, conversation.turns_begun)
+        duty = self._fleet.duty
+        decoding = duty * (len(replica.admitted) - at_home) + 1
+        kv_tokens = duty * (replica.kv_tokens - at_home * conversation.context_tokens) + turn.prompt_tokens
+        working_set = replica.working_set_tokens + (0.0 if at_home else conversation.need_tokens)
+        overflow = max(0.0, working_set - replica.trusted_tokens)
+        terms = {
+            "prefill_s": slowness * model.prefill_s(max(0, turn.prompt_tokens - cached + lost)),
+            "offload_s": slowness * model.prefill_s(offloaded) * self._config.offload_price_share,
+            "queue_s": max(0.0, replica.prefill_until_s - now_s),
+            "decode_s": slowness * turns * self._progress.output_tokens * model.step_s(decoding, kv_tokens),
+            "overflow_s": slowness * turns * model.prefill_s(overflow),
+        }
+        terms["total"] = sum(terms.values())
+        return terms
+
+    def _evicted(self, conversation: Conversation, replica: Replica, cached: int) -> tuple[float, float]:
+        """Tokens of a paused conversation's believed cache that are gone, and that went to host memory.
+
+        Blocks of a paused conversation are the first that the engine evicts, but not before everything that was
+        free is taken (vLLM evicts the least recently used block).
+        """
+        if conversation.admitted or conversation.replica_id != replica.replica_id or not replica.capacity_tokens:
+            return 0.0, 0.0
+        spare = max(0.0, replica.capacity_tokens - replica.working_set_tokens)
+        taken = max(0.0, replica.allocated_tokens - conversation.allocated_mark - spare)
+        evicted = min(float(cached), taken)
+        offloaded = min(evicted, max(0.0, self._config.offload_capacity_tokens - (taken - evicted)))
+        return evicted - offloaded, offloaded
+
+    def candidates(self, turn: Turn, conversation: Conversation) -> list[Replica]:
+        """Home, replicas that hold the group's prompt, and the least loaded ones; all in the pool, none twice."""
+        found: dict[str, Replica] = {}
+        home = self._fleet.replicas.get(conversation.replica_id)
+        if home is not None and home.in_pool:
+            found[home.replica_id] = home
+        for replica_id in self._cache_view.holders(turn.group_id)[:GROUP_CANDIDATES]:
+            if self._fleet.replicas[replica_id].in_pool:
+                found[replica_id] = self._fleet.replicas[replica_id]
+        for replica in self._fleet.least_loaded(CANDIDATES):
+            found[replica.replica_id] = replica
+        return list(found.values())
+
+    def cheapest(
+        self, turn: Turn, conversation: Conversation, replicas: Sequence[Replica], now_s: float
+    ) -> tuple[Replica, dict[str, float]]:
+        """One of the replicas whose price is within `PRICE_EPSILON` of the least, at random."""
+        priced = [(self.price(turn, conversation, replica, now_s), replica) for replica in replicas]
+        least = min(terms["total"] for terms, _ in priced)
+        terms, replica = self._rng.choice([pair for pair in priced if pair[0]["total"] <= least * (1 + PRICE_EPSILON)])
+        return replica, terms
+
+    def move(
+        self, turn: Turn, conversation: Conversation, home: Replica, now_s: float
+    ) -> tuple[Replica, dict[str, float]] | None:
+        """Another replica if that saves more than the hysteresis; None = stay.
+
+        A conversation that has just moved stays for `move_min_turns`, and a home that is hardly busier than the
+        least loaded replica is not priced at all.
+        """
+        config = self._config
+        if conversation.moved_at_turn >= 0:
+            if conversation.turns_begun - conversation.moved_at_turn < config.move_min_turns:
+                return None
+        others = [replica for replica in self._fleet.least_loaded(2) if replica is not home]
+        if not others or home.load <= others[0].load * config.move_min_load_ratio:
+            return None
+        here = self.price(turn, conversation, home, now_s)["total"]
+        there, terms = self.cheapest(turn, conversation, others, now_s)
+        saved_s = here - terms["total"]
+        if saved_s < max(config.move_min_saving_s, config.move_min_saving_share * here):
+            return None
+        return there, terms | {"saved_s": saved_s}

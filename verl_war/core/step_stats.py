@@ -7,10 +7,10 @@ each of them moves.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from verl_war.core.types import TurnResult
+from verl_war.core.types import Reason, TurnResult
 
 METRICS: dict[str, tuple[str, str]] = {
     "war/trajectories": ("count", "training trajectories that ended since the last report"),
@@ -19,6 +19,12 @@ METRICS: dict[str, tuple[str, str]] = {
     "war/turns": ("count", "turns that ended, failed ones included"),
     "war/turns_failed": ("count", "turns that raised instead of returning tokens"),
     "war/turns_aborted": ("count", "turns that an engine gave up, as asynchronous trainers ask; they are sent again"),
+    "war/turns_held": ("count", "turns that were not started at once but held until their KV fitted"),
+    "war/turns_paused": ("count", "conversations paused between two turns because their replica was full"),
+    "war/turns_overdue": ("count", "held turns started although they did not fit: hold limit or sandbox deadline"),
+    "war/held_s": ("s", "time that turns were held, summed"),
+    "war/held_p99_s": ("s", "time that a turn was held, 99th percentile of those held"),
+    "war/move_saving_s": ("s", "seconds that moves by price were predicted to save, summed"),
     "war/turns_moved": ("count", "turns placed on another replica than the conversation's last one"),
     "war/prompt_tokens": ("tokens", "context of the turns for which the engine reported its cache hits"),
     "war/prompt_tokens_cached": ("tokens", "of these, served from a prefix cache (`num_cached_tokens`)"),
@@ -32,6 +38,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "war/preemptions": ("count", "requests preempted by the engines of the pool, validation included"),
     "war/router_decision_p50_us": ("us", "time of one placement decision, validation included, median"),
     "war/router_decision_p99_us": ("us", "the same, 99th percentile"),
+    "war/replica/{i}/trusted_share": ("ratio", "share of its KV capacity that admission fills"),
+    "war/replica/{i}/slowness": ("ratio", "measured over modelled seconds of its engine iterations"),
     "war/replica/{i}/live_trajectories_peak": (
         "count",
         "most live conversations of trajectories, those in a tool call included",
@@ -55,14 +63,26 @@ class StepStats:
     turns_failed: int = 0
     turns_aborted: int = 0
     turns_moved: int = 0
+    turns_overdue: int = 0
+    move_saving_s: float = 0.0
+    preemptions: int = 0
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
     prompt_tokens_believed: int = 0
     completion_tokens: int = 0
     computed_tokens: dict[str, int] = field(default_factory=dict)
+    held_times_s: list[float] = field(default_factory=list)
     decision_times_s: list[float] = field(default_factory=list)
     begin_times_s: list[float] = field(default_factory=list)
     end_times_s: list[float] = field(default_factory=list)
+
+    def on_start(self, reason: Reason, held_s: float, moved: bool, price_s: Mapping[str, float]) -> None:
+        """Count a turn that starts."""
+        self.turns_moved += moved
+        self.turns_overdue += reason in (Reason.STARVED, Reason.DEADLINE)
+        self.move_saving_s += price_s.get("saved_s", 0.0)
+        if held_s > 0:
+            self.held_times_s.append(held_s)
 
     def on_turn_end(self, replica_id: str, prompt_tokens: int, believed_tokens: int, result: TurnResult) -> None:
         """Count a finished turn and the tokens its replica computed."""
@@ -95,6 +115,7 @@ class StepStats:
         """The fleet's metrics; `replica_ids` are all replicas that count, idle ones included."""
         begin_s = min(self.begin_times_s, default=0.0)
         spans_s = sorted(end_s - begin_s for end_s in self.end_times_s)
+        held_s = sorted(self.held_times_s)
         decisions_us = sorted(1e6 * time_s for time_s in self.decision_times_s)
         return {
             "war/trajectories": self.trajectories,
@@ -102,7 +123,14 @@ class StepStats:
             "war/turns": self.turns,
             "war/turns_failed": self.turns_failed,
             "war/turns_aborted": self.turns_aborted,
+            "war/turns_held": len(held_s),
+            "war/turns_paused": 0.0,
+            "war/turns_overdue": self.turns_overdue,
+            "war/held_s": sum(held_s),
+            "war/held_p99_s": percentile(held_s, 0.99),
+            "war/move_saving_s": self.move_saving_s,
             "war/turns_moved": self.turns_moved,
+            "war/preemptions": self.preemptions,
             "war/prompt_tokens": self.prompt_tokens,
             "war/prompt_tokens_cached": self.prompt_tokens_cached,
             "war/prompt_tokens_recomputed": self.prompt_tokens - self.prompt_tokens_cached,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -15,6 +16,18 @@ class Reason(str, Enum):
     """First turn, or the session's replica has left: fewest requests in flight, ties at random."""
     DETERMINISTIC = "deterministic"
     """`rollout.full_determinism`: hash of the session over the whole pool."""
+    PRICED = "priced"
+    """First turn, or home has left: least price in seconds of the replicas looked at."""
+    MOVED = "moved"
+    """Another replica is cheaper by more than the hysteresis, the lost cache included."""
+    RESUMED = "resumed"
+    """Was held; its KV fits again."""
+    STARVED = "starved"
+    """Was held for `max_hold_s`; runs although its KV does not fit."""
+    DEADLINE = "deadline"
+    """Its sandbox would expire; runs although its KV does not fit."""
+    ONLY = "only"
+    """Its KV does not fit, but nothing else is admitted on the replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +50,7 @@ class Turn:
     group_id: str = ""
     policy_step: int = -1
     prompt_tokens: int
-    block_hashes: tuple[int, ...] = ()
+    block_hashes: Sequence[int] = ()
     priority: int = 0
     validate: bool = False
 
@@ -72,6 +85,9 @@ class ReplicaSnapshot:
         kv_capacity_tokens: Tokens that fit in the KV cache.
         preemptions: Requests preempted since the engine started.
         engine_steps: Engine iterations since the engine started.
+        computed_tokens: Tokens computed, prefill and decode, since the engine started.
+        kv_token_steps: KV tokens in use, summed over the engine's iterations.
+        busy_s: Seconds spent in engine iterations since the engine started; 0 when it does not say.
     """
 
     running_requests: int
@@ -81,11 +97,17 @@ class ReplicaSnapshot:
     kv_capacity_tokens: int
     preemptions: int
     engine_steps: int
+    computed_tokens: int = 0
+    kv_token_steps: float = 0.0
+    busy_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("running_requests", "waiting_requests", "kv_capacity_tokens", "preemptions", "engine_steps"):
+        for name in (
+            *("running_requests", "waiting_requests", "kv_capacity_tokens", "preemptions", "engine_steps"),
+            *("computed_tokens", "kv_token_steps", "busy_s"),
+        ):
             value = getattr(self, name)
-            if value < 0:
+            if not 0 <= value < float("inf"):
                 raise ValueError(f"ReplicaSnapshot.{name}={value!r} must be >= 0; the engine's telemetry is broken")
         for name in ("kv_usage", "kv_usage_peak"):
             value = getattr(self, name)
@@ -95,8 +117,22 @@ class ReplicaSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where a turn goes, at which engine priority (lower runs first, vLLM's convention), and why."""
+    """A turn that may start now: where, at which engine priority, and why.
 
+    Attributes:
+        session_id: Conversation whose turn it is.
+        trajectory_id: Trajectory of that conversation.
+        replica_id: Replica that serves it.
+        priority: Engine priority; lower runs first, vLLM's convention.
+        reason: Why there and why now.
+        price_s: Terms of the price of this replica, in seconds, by name; empty where nothing was priced.
+        held_s: Seconds between the client's request and this decision.
+    """
+
+    session_id: str
+    trajectory_id: str
     replica_id: str
     priority: int
     reason: Reason
+    price_s: Mapping[str, float] = field(default_factory=dict)
+    held_s: float = 0.0

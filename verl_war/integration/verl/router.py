@@ -66,7 +66,7 @@ class WarRouter:
             )
         manager = self._require_manager()
         begin_s = time.perf_counter()
-        placement = manager.on_turn(turn, time.monotonic())
+        (placement,) = manager.on_turn(turn, time.monotonic())
         manager.on_decision_time(time.perf_counter() - begin_s)
         return placement.replica_id, self._servers[placement.replica_id], placement.priority
 

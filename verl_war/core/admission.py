@@ -1,0 +1,188 @@
+"""Which conversations run now: the hold queue, and how full a replica may be."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from verl_war.core.config import AdmissionConfig
+from verl_war.core.fleet import Conversation, Replica
+from verl_war.core.types import Turn
+
+EVIDENCE_TURNS = 16
+"""Turns that returned before the controller looks at a replica: fewer are chance."""
+
+THRASH_LOSS = 0.05
+"""Share of the believed cached tokens that an engine may have lost without being called thrashing: partial blocks,
+contexts that agent loops rewrite, and evictions by requests that were never described to the router."""
+
+CALM_LOSS = 0.02
+"""Below this share, and with conversations held, the replica may be filled further."""
+
+LARGEST_DECREASE = 0.25
+"""The trusted share falls by the share of the cache that was lost, at most by this much at once."""
+
+INCREASE = 0.03
+"""Added to the trusted share after a calm look. Small against a decrease: thrash costs more than a gap."""
+
+TRUSTED_SHARE_BOUNDS = (0.1, 4.0)
+"""The upper one allows for engines that understate what they hold: host offload, shared prefixes."""
+
+
+@dataclass(slots=True)
+class HeldTurn:
+    """A turn that waits for admission."""
+
+    turn: Turn
+    conversation: Conversation
+    since_s: float
+    is_waiting: bool = True
+
+
+class HoldQueue:
+    """Held turns, those with most work ahead first.
+
+    A step ends with its longest trajectory, so the longest start first (LPT list scheduling, Graham 1969; Seer and
+    Heddle do the same for rollouts); among equals the one that has come furthest, whose context costs most to hold.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, int, HeldTurn]] = []
+        self._by_age: deque[HeldTurn] = deque()
+        self._sessions: dict[str, HeldTurn] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def push(self, held: HeldTurn, remaining_turns: float) -> None:
+        """Queue a turn. `remaining_turns` is the estimate at this moment."""
+        self._count += 1
+        entry = (-remaining_turns, -held.conversation.turns_begun, self._count, held)
+        heapq.heappush(self._heap, entry)
+        self._by_age.append(held)
+        self._sessions[held.turn.session_id] = held
+
+    def in_order(self) -> Iterator[HeldTurn]:
+        """Waiting turns by rank, without removing them; each is found by popping, so stop early."""
+        seen = []
+        try:
+            while self._heap:
+                entry = heapq.heappop(self._heap)
+                if entry[3].is_waiting:
+                    seen.append(entry)
+                    yield entry[3]
+        finally:
+            for entry in seen:
+                if entry[3].is_waiting:
+                    heapq.heappush(self._heap, entry)
+
+    def oldest(self) -> HeldTurn | None:
+        """The turn that has waited longest."""
+        while self._by_age and not self._by_age[0].is_waiting:
+            self._by_age.popleft()
+        return self._by_age[0] if self._by_age else None
+
+    def waiting(self) -> list[HeldTurn]:
+        """All waiting turns, oldest first."""
+        return [held for held in self._by_age if held.is_waiting]
+
+    def remove(self, held: HeldTurn) -> None:
+        """A turn starts or is given up."""
+        held.is_waiting = False
+        self._sessions.pop(held.turn.session_id, None)
+
+    def find(self, session_id: str) -> HeldTurn | None:
+        """The waiting turn of a conversation."""
+        return self._sessions.get(session_id)
+
+
+@dataclass(slots=True)
+class _Evidence:
+    turns: int = 0
+    believed_tokens: int = 0
+    lost_tokens: int = 0
+    preemptions: int = 0
+    changed_s: float = float("-inf")
+
+
+@dataclass(slots=True)
+class TrustController:
+    """Moves each replica's trusted share of its KV capacity: down on evidence of thrash, slowly up without.
+
+    Evidence are cached tokens that were believed and not found, of turns whose KV was left alone since the last
+    change (older ones tell of what that change has already answered), and preemptions.
+    """
+
+    _evidence: dict[str, _Evidence] = field(default_factory=dict)
+
+    def on_turn_end(self, replica: Replica, believed_tokens: int, cached_tokens: int, retained_since_s: float) -> None:
+        """Take in a turn whose KV was left alone since `retained_since_s` and should have been there."""
+        evidence = self._evidence.setdefault(replica.replica_id, _Evidence())
+        if retained_since_s < evidence.changed_s:
+            return
+        evidence.turns += 1
+        evidence.believed_tokens += believed_tokens
+        evidence.lost_tokens += max(0, believed_tokens - cached_tokens)
+
+    def on_preemptions(self, replica: Replica, count: int) -> None:
+        """The engine preempted so many requests since the last snapshot."""
+        if count > 0:
+            self._evidence.setdefault(replica.replica_id, _Evidence()).preemptions += count
+
+    def decide(self, replica: Replica, is_full: bool, now_s: float) -> tuple[float, float] | None:
+        """Change the trusted share if there is evidence.
+
+        Args:
+            replica: Whose share.
+            is_full: Whether conversations are held for want of room on the replica.
+            now_s: Time of the caller.
+
+        Returns:
+            (old, new) share, or None when it stays.
+        """
+        evidence = self._evidence.setdefault(replica.replica_id, _Evidence())
+        if evidence.turns < EVIDENCE_TURNS:
+            return None
+        loss = evidence.lost_tokens / evidence.believed_tokens if evidence.believed_tokens else 0.0
+        preempted = evidence.preemptions / evidence.turns
+        old = replica.trusted_share
+        low, high = TRUSTED_SHARE_BOUNDS
+        if loss > THRASH_LOSS or preempted > THRASH_LOSS:
+            # What is resident is what the capacity proved to hold; the share falls from there, not from a
+            # ceiling that was never reached.
+            used = replica.working_set_tokens / replica.capacity_tokens if replica.capacity_tokens else old
+            new = max(low, min(old, used) * (1 - min(LARGEST_DECREASE, max(loss, preempted))))
+        elif loss < CALM_LOSS and is_full:
+            new = min(high, old + INCREASE)
+        else:
+            new = old
+        self._evidence[replica.replica_id] = _Evidence(changed_s=now_s if new < old else evidence.changed_s)
+        if new == old:
+            return None
+        replica.trusted_share = new
+        return old, new
+
+    def forget(self) -> None:
+        """The caches were cleared: what was missed since tells nothing."""
+        for evidence in self._evidence.values():
+            evidence.turns = evidence.believed_tokens = evidence.lost_tokens = evidence.preemptions = 0
+
+
+def deadline_s(conversation: Conversation, config: AdmissionConfig) -> float:
+    """When a held turn of the conversation has to run for its sandbox's sake."""
+    if config.trajectory_ttl_s is None:
+        return float("inf")
+    return conversation.begin_s + config.trajectory_ttl_s - config.deadline_margin_s
+
+
+def pause_order(replica: Replica) -> list[Conversation]:
+    """Admitted conversations between two turns, in the order in which they are paused.
+
+    The shortest context first: it costs least to compute again, and in a heavy-tailed step it belongs to the
+    trajectory that is least likely to be the last.
+    """
+    idle = (conversation for conversation in replica.admitted.values() if conversation.inflight == 0)
+    return sorted(idle, key=lambda conversation: conversation.context_tokens)

@@ -1,0 +1,231 @@
+"""State of the replicas and of the conversations on them. Keeps accounts, decides nothing."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from verl_war.core.cost_model import ReplicaPace
+from verl_war.core.types import Turn
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One conversation of a trajectory: where its context lies and how long it is.
+
+    Attributes:
+        replica_id: Its home; empty before the first placement and while it is held without one.
+        last_replica_id: Where its last turn was placed.
+        admitted: Whether its KV counts in the home's working set.
+        prompt_tokens: Context sent with its last turn.
+        context_tokens: Length of the context as last known.
+        need_tokens: What it counts in the working set, its group's prompt excluded.
+        turns_begun: Turns placed.
+        inflight: Turns being generated; 0 while a tool runs.
+        moved_at_turn: `turns_begun` when it last changed its home; -1 before.
+        retained: Whether its KV was left alone since its last turn: not paused, not moved.
+        last_end_s: When its last turn ended.
+        allocated_mark: The home's `allocated_tokens` when it was paused.
+    """
+
+    session_id: str
+    trajectory_id: str
+    group_id: str
+    validate: bool
+    begin_s: float
+    replica_id: str = ""
+    last_replica_id: str = ""
+    admitted: bool = False
+    prompt_tokens: int = 0
+    context_tokens: int = 0
+    need_tokens: float = 0.0
+    turns_begun: int = 0
+    inflight: int = 0
+    moved_at_turn: int = -1
+    retained: bool = False
+    last_end_s: float = float("-inf")
+    allocated_mark: int = 0
+
+
+@dataclass(slots=True)
+class Replica:
+    """Accounts of one replica.
+
+    Attributes:
+        index: Number in order of joining.
+        in_pool: Whether turns may be placed on it.
+        capacity_tokens: KV tokens that its engine says it holds; 0 until it has reported.
+        trusted_share: Share of the capacity that admission fills; `core.admission` moves it.
+        working_set_tokens: Needs of the admitted conversations plus each of their groups' prompts once.
+        admitted: Admitted conversations by id.
+        group_prompts: Group -> (admitted conversations, prompt tokens).
+        allocated_tokens: KV tokens that its turns have taken since it joined, cache hits excluded.
+        prefill_until_s: When the prefill placed so far will be done, if nothing else ran.
+    """
+
+    replica_id: str
+    index: int
+    in_pool: bool = True
+    capacity_tokens: int = 0
+    trusted_share: float = 1.0
+    working_set_tokens: float = 0.0
+    kv_tokens: int = 0
+    inflight: int = 0
+    admitted: dict[str, Conversation] = field(default_factory=dict)
+    group_prompts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    allocated_tokens: int = 0
+    prefill_until_s: float = 0.0
+    pace: ReplicaPace = field(default_factory=ReplicaPace)
+    stamp: int = 0
+
+    @property
+    def trusted_tokens(self) -> float:
+        """Capacity that admission counts on; unlimited while the engine has not told any."""
+        return self.capacity_tokens * self.trusted_share if self.capacity_tokens else float("inf")
+
+    @property
+    def load(self) -> float:
+        """Working set in token-seconds of a replica at the model's pace: what new conversations should avoid."""
+        return self.working_set_tokens * self.pace.slowness
+
+
+class Fleet:
+    """All replicas and conversations.
+
+    Every change costs O(log n); the least loaded replicas come from a heap whose outdated entries are skipped.
+    `freed` counts the changes that may have made room.
+    """
+
+    def __init__(self) -> None:
+        self.replicas: dict[str, Replica] = {}
+        self.conversations: dict[str, Conversation] = {}
+        self.inflight = 0
+        self.admitted = 0
+        self.freed = 0
+        self._heap: list[tuple[float, int, int, Replica]] = []
+
+    def add_replica(self, replica_id: str) -> Replica:
+        """Put a replica in the pool, anew or again."""
+        replica = self.replicas.get(replica_id)
+        if replica is None:
+            replica = self.replicas[replica_id] = Replica(replica_id, index=len(self.replicas))
+        replica.in_pool = True
+        self.freed += 1
+        self._changed(replica)
+        return replica
+
+    def remove_replica(self, replica_id: str) -> list[Conversation]:
+        """Take a replica out of the pool; returns the conversations that were admitted on it, now homeless."""
+        replica = self.replicas.get(replica_id)
+        if replica is None:
+            return []
+        replica.in_pool = False
+        replica.stamp += 1
+        evicted = list(replica.admitted.values())
+        for conversation in evicted:
+            self.withdraw(conversation)
+            conversation.replica_id = ""
+        return evicted
+
+    @property
+    def duty(self) -> float:
+        """Share of the admitted conversations that are being served now; the others wait for tools. 1 when idle."""
+        return self.inflight / self.admitted if self.admitted and self.inflight else 1.0
+
+    def pool(self) -> list[Replica]:
+        """Replicas in the pool."""
+        return [replica for replica in self.replicas.values() if replica.in_pool]
+
+    def least_loaded(self, count: int) -> list[Replica]:
+        """Up to `count` replicas of the pool with the least load, ascending."""
+        found: list[tuple[float, int, int, Replica]] = []
+        while self._heap and len(found) < count:
+            entry = heapq.heappop(self._heap)
+            if entry[2] == entry[3].stamp and entry[3].in_pool:
+                found.append(entry)
+        for entry in found:
+            heapq.heappush(self._heap, entry)
+        return [entry[3] for entry in found]
+
+    def conversation_of(self, turn: Turn, now_s: float) -> Conversation:
+        """The conversation that a turn belongs to, begun if it is new."""
+        conversation = self.conversations.get(turn.session_id)
+        if conversation is None:
+            conversation = self.conversations[turn.session_id] = Conversation(
+                turn.session_id, turn.trajectory_id, turn.group_id, turn.validate, now_s
+            )
+        return conversation
+
+    def admit(self, conversation: Conversation, replica: Replica, need_tokens: float, prompt_tokens: int) -> None:
+        """Count a conversation in a replica's working set; it was in none."""
+        assert not conversation.admitted, f"{conversation.session_id} is admitted on {conversation.replica_id}"
+        conversation.admitted = True
+        conversation.replica_id = replica.replica_id
+        conversation.need_tokens = need_tokens
+        self.admitted += 1
+        replica.admitted[conversation.session_id] = conversation
+        replica.working_set_tokens += need_tokens
+        replica.kv_tokens += conversation.context_tokens
+        if conversation.group_id:
+            members, counted = replica.group_prompts.get(conversation.group_id, (0, 0))
+            if members == 0:
+                counted = prompt_tokens
+                replica.working_set_tokens += counted
+            replica.group_prompts[conversation.group_id] = (members + 1, counted)
+        self._changed(replica)
+
+    def withdraw(self, conversation: Conversation) -> None:
+        """Stop counting an admitted conversation; it keeps its home."""
+        if not conversation.admitted:
+            return
+        replica = self.replicas[conversation.replica_id]
+        conversation.admitted = False
+        self.admitted -= 1
+        self.freed += 1
+        del replica.admitted[conversation.session_id]
+        replica.working_set_tokens -= conversation.need_tokens
+        replica.kv_tokens -= conversation.context_tokens
+        if conversation.group_id:
+            members, counted = replica.group_prompts[conversation.group_id]
+            if members == 1:
+                del replica.group_prompts[conversation.group_id]
+                replica.working_set_tokens -= counted
+            else:
+                replica.group_prompts[conversation.group_id] = (members - 1, counted)
+        if not replica.admitted:
+            # Sums of floats drift; an empty replica is the moment to be exact again.
+            replica.working_set_tokens = 0.0
+        self._changed(replica)
+
+    def resize(self, conversation: Conversation, context_tokens: int, need_tokens: float) -> None:
+        """The context of a conversation is this long now."""
+        if conversation.admitted:
+            replica = self.replicas[conversation.replica_id]
+            replica.working_set_tokens += need_tokens - conversation.need_tokens
+            replica.kv_tokens += context_tokens - conversation.context_tokens
+            self.freed += need_tokens < conversation.need_tokens
+            self._changed(replica)
+        conversation.context_tokens = context_tokens
+        conversation.need_tokens = need_tokens
+
+    def begin_turn(self, conversation: Conversation) -> None:
+        """A turn of an admitted conversation starts on its home."""
+        conversation.inflight += 1
+        conversation.turns_begun += 1
+        self.inflight += 1
+        self.replicas[conversation.replica_id].inflight += 1
+
+    def end_turn(self, conversation: Conversation, replica_id: str) -> None:
+        """A turn ended on the replica on which it was started."""
+        conversation.inflight -= 1
+        self.inflight -= 1
+        self.replicas[replica_id].inflight -= 1
+
+    def _changed(self, replica: Replica) -> None:
+        replica.stamp += 1
+        if not replica.in_pool:
+            return
+        heapq.heappush(self._heap, (replica.load, replica.index, replica.stamp, replica))
+        if len(self._heap) > 64 + 8 * len(self.replicas):
+            self._heap = [(r.load, r.index, r.stamp, r) for r in self.pool()]
+            heapq.heapify(self._heap)

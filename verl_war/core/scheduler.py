@@ -1,0 +1,226 @@
+"""Admission and placement together: which waiting turns start now, and where."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from verl_war.core.admission import HeldTurn, HoldQueue, TrustController, deadline_s, pause_order
+from verl_war.core.cache_view import CacheView
+from verl_war.core.config import WarConfig
+from verl_war.core.fleet import Conversation, Fleet, Replica
+from verl_war.core.placement import PricedPlacement
+from verl_war.core.progress import Progress
+from verl_war.core.types import Reason, Turn
+
+logger = logging.getLogger(__name__)
+
+LOOKAHEAD = 8
+"""Held turns that are tried when those ranked before them do not fit: small ones fill
+gaps, but the scan stays short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A turn that starts now, as `WorkloadManager` takes it up."""
+
+    turn: Turn
+    conversation: Conversation
+    replica: Replica
+    reason: Reason
+    price_s: dict[str, float] = field(default_factory=dict)
+    held_s: float = 0.0
+
+
+class Scheduler:
+    """Decides for the fleet when `scheduling` or `admission` is on.
+
+    With `scheduling` alone nothing is ever held; with `admission` alone a turn goes home or to the replica with the
+    fewest requests in flight among those where it fits.
+    """
+
+    def __init__(
+        self, config: WarConfig, fleet: Fleet, cache_view: CacheView, progress: Progress, rng: random.Random
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._cache_view = cache_view
+        self._progress = progress
+        self._rng = rng
+        self.placement = PricedPlacement(config.scheduling, fleet, cache_view, progress, rng)
+        self.queue = HoldQueue()
+        self.trust = TrustController()
+        self.paused = 0
+        self._prompt_tokens: dict[str, int] = {}
+        self._full_since: int | None = None
+
+    def request(self, turn: Turn, conversation: Conversation, now_s: float) -> list[Start]:
+        """A turn wants to run. Returns the turns that start now, this one among them unless it is held.
+
+        Raises:
+            RuntimeError: The pool is empty.
+        """
+        if not self._fleet.least_loaded(1):
+            # The very text on which verl's asynchronous client waits.
+            raise RuntimeError("No available servers in load balancer")
+        self._prompt_tokens.setdefault(turn.group_id, turn.prompt_tokens)
+        self._fleet.resize(conversation, turn.prompt_tokens, self._need_tokens(turn))
+        if conversation.admitted:
+            start = self._continue(turn, conversation, now_s)
+            if start is not None:
+                return [start]
+        elif not self._config.admission.enabled:
+            return [self._place(turn, conversation, self._candidates(turn, conversation), Reason.PRICED, now_s)]
+        remaining = self._progress.remaining_turns(turn.group_id, conversation.turns_begun)
+        held = HeldTurn(turn, conversation, now_s)
+        self.queue.push(held, remaining)
+        if self._full_since == self._fleet.freed and len(self.queue) > LOOKAHEAD:
+            # Nothing was freed since those ranked first did not fit: this one waits behind them.
+            return self._overdue(now_s)
+        return self.drain(now_s)
+
+    def drain(self, now_s: float) -> list[Start]:
+        """Start the held turns that must run or that fit now."""
+        starts = self._overdue(now_s)
+        if not self.queue or self._full_since == self._fleet.freed or not self._fleet.least_loaded(1):
+            return starts
+        skipped = 0
+        for held in self.queue.in_order():
+            fitting = self._fitting(held.turn, held.conversation)
+            if fitting:
+                starts.append(self._start_held(held, fitting, Reason.RESUMED, now_s))
+            else:
+                skipped += 1
+                if skipped >= LOOKAHEAD:
+                    self._full_since = self._fleet.freed
+                    break
+        return starts
+
+    def abandon(self, session_id: str) -> None:
+        """The client of a held turn gave it up."""
+        held = self.queue.find(session_id)
+        if held is not None:
+            self.queue.remove(held)
+
+    def control(self, replica: Replica, now_s: float) -> None:
+        """Let the controller look at a replica's evidence."""
+        changed = self.trust.decide(replica, is_full=len(self.queue) > 0, now_s=now_s)
+        if changed is not None:
+            self._fleet.freed += 1
+            logger.info(
+                "replica %s: trusted share of KV %.2f -> %.2f (%d of %d tokens in the working set, %d turns held)",
+                *(replica.replica_id, *changed, replica.working_set_tokens, replica.capacity_tokens, len(self.queue)),
+            )
+
+    def forget_groups(self, live: set[str]) -> None:
+        """Keep the prompt lengths of these groups only."""
+        self._prompt_tokens = {group: tokens for group, tokens in self._prompt_tokens.items() if group in live}
+
+    def _need_tokens(self, turn: Turn) -> float:
+        """Working set of a conversation besides its group's prompt: its own context and the growth to come."""
+        shared = self._prompt_tokens.get(turn.group_id, 0) if turn.group_id else 0
+        growth = self._config.admission.growth_turns * self._progress.growth_tokens
+        return max(0, turn.prompt_tokens - shared) + growth
+
+    def _continue(self, turn: Turn, conversation: Conversation, now_s: float) -> Start | None:
+        """Next turn of an admitted conversation: at home, moved, or None when it has to be paused."""
+        home = self._fleet.replicas[conversation.replica_id]
+        if self._config.admission.enabled and self._relieve(home, conversation, now_s):
+            return None
+        if self._config.scheduling.enabled and conversation.inflight == 0:
+            move = self.placement.move(turn, conversation, home, now_s)
+            if move is not None and self._has_room(move[0], turn, conversation):
+                self._fleet.withdraw(conversation)
+                conversation.moved_at_turn = conversation.turns_begun
+                return self._admit(turn, conversation, move[0], Reason.MOVED, move[1], 0.0)
+        return Start(turn, conversation, home, Reason.STICKY)
+
+    def _relieve(self, home: Replica, conversation: Conversation, now_s: float) -> bool:
+        """Pause conversations between turns while the working set is over the limit; True if this one is among them."""
+        limit = self._config.admission.pause_fraction * home.trusted_tokens
+        if home.working_set_tokens <= limit:
+            return False
+        for victim in pause_order(home):
+            if len(home.admitted) <= 1 or home.working_set_tokens <= limit:
+                break
+            if now_s >= deadline_s(victim, self._config.admission):
+                continue
+            self._fleet.withdraw(victim)
+            victim.retained = False
+            victim.allocated_mark = home.allocated_tokens
+            self.paused += 1
+            if victim is conversation:
+                return True
+        return False
+
+    def _has_room(self, replica: Replica, turn: Turn, conversation: Conversation) -> bool:
+        """Whether the conversation fits in the replica's working set, or has it to itself."""
+        if not self._config.admission.enabled or not replica.admitted:
+            return True
+        need_tokens = conversation.need_tokens
+        if turn.group_id and turn.group_id not in replica.group_prompts:
+            need_tokens += self._prompt_tokens[turn.group_id]
+        limit = self._config.admission.admit_fraction * replica.trusted_tokens
+        return replica.working_set_tokens + need_tokens <= limit
+
+    def _candidates(self, turn: Turn, conversation: Conversation) -> list[Replica]:
+        if self._config.scheduling.enabled:
+            return self.placement.candidates(turn, conversation)
+        home = self._fleet.replicas.get(conversation.replica_id)
+        return [home] if home is not None and home.in_pool else self._fleet.pool()
+
+    def _fitting(self, turn: Turn, conversation: Conversation) -> list[Replica]:
+        replicas = self._candidates(turn, conversation)
+        fitting = [replica for replica in replicas if self._has_room(replica, turn, conversation)]
+        if not fitting and not self._config.scheduling.enabled:
+            fitting = [replica for replica in self._fleet.pool() if self._has_room(replica, turn, conversation)]
+        return fitting
+
+    def _overdue(self, now_s: float) -> list[Start]:
+        """Held turns that run whether they fit or not."""
+        starts: list[Start] = []
+        if not self._fleet.least_loaded(1):
+            return starts
+        admission = self._config.admission
+        while (held := self.queue.oldest()) is not None and now_s - held.since_s >= admission.max_hold_s:
+            replicas = self._candidates(held.turn, held.conversation)
+            starts.append(self._start_held(held, replicas, Reason.STARVED, now_s))
+        if admission.trajectory_ttl_s is not None:
+            for held in self.queue.waiting():
+                if now_s >= deadline_s(held.conversation, admission):
+                    replicas = self._candidates(held.turn, held.conversation)
+                    starts.append(self._start_held(held, replicas, Reason.DEADLINE, now_s))
+        return starts
+
+    def _start_held(self, held: HeldTurn, replicas: Sequence[Replica], reason: Reason, now_s: float) -> Start:
+        self.queue.remove(held)
+        held_s = now_s - held.since_s
+        if reason is Reason.RESUMED and held_s <= 0:
+            reason = Reason.PRICED
+        return self._place(held.turn, held.conversation, replicas, reason, now_s, held_s)
+
+    def _place(
+        self, turn: Turn, conversation: Conversation, replicas: Sequence[Replica], reason: Reason, now_s: float,
+        held_s: float = 0.0,
+    ) -> Start:  # fmt: skip
+        if self._config.scheduling.enabled:
+            replica, terms = self.placement.cheapest(turn, conversation, replicas, now_s)
+        else:
+            fewest = min(replica.inflight for replica in replicas)
+            replica = self._rng.choice([replica for replica in replicas if replica.inflight == fewest])
+            terms = {}
+        if not self._config.scheduling.enabled and reason is Reason.PRICED:
+            reason = Reason.LEAST_INFLIGHT
+        return self._admit(turn, conversation, replica, reason, terms, held_s)
+
+    def _admit(
+        self, turn: Turn, conversation: Conversation, replica: Replica, reason: Reason, terms: dict[str, float],
+        held_s: float,
+    ) -> Start:  # fmt: skip
+        if conversation.replica_id != replica.replica_id:
+            conversation.retained = False
+        prompt_tokens = self._prompt_tokens.get(turn.group_id, 0)
+        self._fleet.admit(conversation, replica, conversation.need_tokens, prompt_tokens)
+        return Start(turn, conversation, replica, reason, terms, held_s)
