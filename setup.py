@@ -1,12 +1,39 @@
 """Package metadata of verl_war."""
 
+import shutil
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+try:
+    from pybind11.setup_helpers import Pybind11Extension, build_ext
+except ImportError:
+    sys.exit(
+        "verl_war needs pybind11 to build its draft index: run `pip install 'pybind11>=2.12'` first, or leave "
+        "--no-build-isolation out"
+    )
+
 ROOT = Path(__file__).parent
 VERSION: dict[str, str] = {}
 exec((ROOT / "verl_war" / "version.py").read_text(), VERSION)
+
+NATIVE = "verl_war/history/native"
+
+
+class BuildIndex(build_ext):
+    """Builds the draft index, and says what is missing when there is no compiler."""
+
+    def build_extensions(self) -> None:
+        """Build with whatever compiler setuptools found."""
+        compiler = (getattr(self.compiler, "compiler_cxx", None) or ["c++"])[0]
+        if shutil.which(compiler) is None:
+            sys.exit(
+                f"verl_war needs a C++17 compiler for its draft index and {compiler!r} is not installed: install g++ "
+                "(Debian, Ubuntu: apt-get install g++ python3-dev), or name another in the variable CXX"
+            )
+        super().build_extensions()
+
 
 setup(
     name="verl_war",
@@ -18,7 +45,18 @@ setup(
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["verl_war", "verl_war.*"]),
     package_data={"verl_war": ["config/**/*.yaml", "py.typed"]},
+    ext_modules=[
+        Pybind11Extension(
+            "verl_war.history._native",
+            sorted(str(path.relative_to(ROOT)) for path in (ROOT / NATIVE).glob("*.cpp")),
+            depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / NATIVE).glob("*.h")),
+            cxx_std=17,
+            extra_compile_args=["-O3"],
+        )
+    ],
+    cmdclass={"build_ext": BuildIndex},
     install_requires=[
+        "numpy",
         "verl==0.9.1",
         "hydra-core>=1.3.2,<1.4",
         "packaging",
