@@ -1,115 +1,143 @@
-"""How many draft tokens are accepted, by source and by length of the match that they continue."""
+"""How many draft tokens are accepted, by source, match length and the index's own estimate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-MATCH_BUCKETS = 6
-"""Match lengths 1, 2-3, 4-7, 8-15, 16-31 and longer: acceptance rises with the logarithm of the match."""
+PROB_LEVELS = (0.0, 0.35, 0.75)
+"""Lower bounds of the levels of the estimated probability of a draft's first token."""
 
-MEMORY_TOKENS = 400.0
-"""Verified draft positions that a class remembers: a policy's text changes within a training step or two, and the
-estimate of a probability near 0.5 is then good to 2.5%."""
+FIRST_MEMORY_DRAFTS = 60.0
+LATER_MEMORY_TOKENS = 200.0
+"""Drafts, and verified positions behind the first, that a class remembers: a collapse is noticed within 200 drafts, and
+a probability near 0.5 is known to 6% and 4%."""
 
 PRIOR_TOKENS = 6.0
-"""Weight of the prior, in verified positions."""
+"""Weight of the prior, in verified positions; it is forgotten like measurements are."""
 
 MIX_MEMORY_ROWS = 256.0
 """Look-ups that the mix of classes remembers."""
 
-_PRIOR_FIRST = (0.15, 0.3, 0.45, 0.6, 0.7, 0.75)
-_PRIOR_LATER = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
-"""Acceptance of the first and of the later draft tokens by match length, before anything was measured: between a
-policy of high entropy (mean accepted length 1.1 to 1.4) and a peaked one (up to 7)."""
+MAX_LATER = 0.995
+"""Highest rate that is believed; 1 would promise an endless draft."""
 
-
-def match_bucket(match_tokens: int) -> int:
-    """Index of the bucket of a match of ``match_tokens`` (at least 1) tokens."""
-    return min(MATCH_BUCKETS - 1, max(0, match_tokens.bit_length() - 1))
+_PRIOR_FIRST = (0.2, 0.5, 0.8)
+_PRIOR_LATER = (0.5, 0.7, 0.85)
+"""Acceptance of the first and of the later draft tokens by level, before anything was measured. Later ones are more
+likely: whoever quotes one token goes on quoting."""
 
 
 @dataclass(slots=True)
 class _Class:
-    first_trials: float = 0.0
-    first_hits: float = 0.0
-    later_trials: float = 0.0
-    later_hits: float = 0.0
+    first_trials: float
+    first_hits: float
+    later_trials: float
+    later_hits: float
 
-    def scale(self, keep: float) -> None:
-        self.first_trials *= keep
-        self.first_hits *= keep
-        self.later_trials *= keep
-        self.later_hits *= keep
+    @classmethod
+    def prior(cls, level: int) -> _Class:
+        first, later = PRIOR_TOKENS * _PRIOR_FIRST[level], PRIOR_TOKENS * _PRIOR_LATER[level]
+        return cls(PRIOR_TOKENS, first, PRIOR_TOKENS, later)
+
+    def scale(self, keep_first: float, keep_later: float) -> None:
+        self.first_trials *= keep_first
+        self.first_hits *= keep_first
+        self.later_trials *= keep_later
+        self.later_hits *= keep_later
 
 
 class AcceptanceTable:
-    """Windowed acceptance of every class, and how often a look-up ends in each class.
+    """Windowed acceptance of every class of drafts, and how often a look-up ends in each class.
 
-    A class is ``source * MATCH_BUCKETS + match_bucket``; class -1 stands for a look-up that found nothing.
+    A class is ``(source * len(match_buckets) + match bucket) * len(PROB_LEVELS) + level``; -1 stands for a look-up
+    that found nothing.
     """
 
-    def __init__(self, sources: Sequence[str]) -> None:
-        if not sources:
-            raise ValueError("AcceptanceTable.sources is empty; expected at least one source name")
+    def __init__(self, sources: Sequence[str], match_buckets: Sequence[int]) -> None:
+        """Make an empty table.
+
+        Args:
+            sources: Names of the sources.
+            match_buckets: Smallest match length (tokens) of each bucket, ascending from 1 or 0.
+        """
+        if not sources or not match_buckets:
+            raise ValueError(f"sources={sources!r} and match_buckets={match_buckets!r} must not be empty")
         self.sources = tuple(sources)
-        self._classes = [_Class() for _ in range(len(self.sources) * MATCH_BUCKETS)]
+        self.match_buckets = tuple(match_buckets)
+        levels = len(PROB_LEVELS)
+        self._classes = [_Class.prior(kind % levels) for kind in range(len(sources) * len(match_buckets) * levels)]
         self._mix = [0.0] * len(self._classes)
         self._mix_rows = 0.0
 
-    def class_of(self, source: int, match_tokens: int) -> int:
-        """The class of a draft from source number ``source`` that continues a match of ``match_tokens``."""
-        return source * MATCH_BUCKETS + match_bucket(match_tokens)
+    def class_of(self, source: int, match_tokens: int, prob: float) -> int:
+        """The class of a draft from source number ``source`` that continues a match of ``match_tokens``.
+
+        ``prob`` is the index's estimate for the first token.
+        """
+        bucket = max(0, bisect_right(self.match_buckets, match_tokens) - 1)
+        level = bisect_right(PROB_LEVELS, prob) - 1
+        return (source * len(self.match_buckets) + bucket) * len(PROB_LEVELS) + level
+
+    def source_of(self, kind: int) -> int:
+        """Number of the source of a class."""
+        return kind // (len(self.match_buckets) * len(PROB_LEVELS))
 
     def observe(self, kind: int, drafted: int, accepted: int) -> None:
         """Count one verified draft: ``accepted`` of its ``drafted`` tokens, the first wrong one ends it."""
         if drafted < 1:
             return
         row = self._classes[kind]
-        row.scale(1.0 - min(drafted, accepted + 1) / MEMORY_TOKENS)
+        later_trials = min(accepted, drafted - 1)
+        row.scale(1.0 - 1.0 / FIRST_MEMORY_DRAFTS, max(0.0, 1.0 - later_trials / LATER_MEMORY_TOKENS))
         row.first_trials += 1.0
+        row.later_trials += later_trials
         if accepted > 0:
             row.first_hits += 1.0
-            row.later_trials += min(accepted, drafted - 1)
             row.later_hits += accepted - 1
 
-    def observe_mix(self, kinds: Iterable[int]) -> None:
-        """Count the classes in which the look-ups of one step ended."""
-        counts: dict[int, int] = {}
-        total = 0
-        for kind in kinds:
-            counts[kind] = counts.get(kind, 0) + 1
-            total += 1
-        self.observe_mix_counts(counts, total)
-
-    def observe_mix_counts(self, counts: dict[int, int], total: int) -> None:
-        """The same from counts by class; ``total`` includes the look-ups that found nothing."""
+    def observe_mix(self, counts: Mapping[int, int], total: int) -> None:
+        """Count the look-ups of one step by class; ``total`` includes those that found nothing."""
         if total == 0:
             return
         self._mix_rows = min(self._mix_rows + total, MIX_MEMORY_ROWS)
         rate = min(1.0, total / self._mix_rows)
-        keep = 1.0 - rate
-        mix = self._mix = [share * keep for share in self._mix]
+        mix = self._mix = [share * (1.0 - rate) for share in self._mix]
         for kind, count in counts.items():
             if kind >= 0:
                 mix[kind] += rate * count / total
 
     def rates(self, kind: int) -> tuple[float, float]:
         """Acceptance of the first draft token, and of a later one when all before it were accepted."""
-        row, bucket = self._classes[kind], kind % MATCH_BUCKETS
-        first = (row.first_hits + PRIOR_TOKENS * _PRIOR_FIRST[bucket]) / (row.first_trials + PRIOR_TOKENS)
-        later = (row.later_hits + PRIOR_TOKENS * _PRIOR_LATER[bucket]) / (row.later_trials + PRIOR_TOKENS)
-        return first, min(later, 0.995)  # 1.0 would promise an endless draft
+        row = self._classes[kind]
+        return row.first_hits / row.first_trials, min(row.later_hits / row.later_trials, MAX_LATER)
 
     def mix(self) -> list[tuple[int, float]]:
-        """Classes with the share of look-ups that ended there. Before any look-up: an even guess, so that one is
-        made."""
+        """Classes with the share of look-ups that ended there.
+
+        Before any look-up every class is taken to be alike, so that a first one is made.
+        """
         if self._mix_rows == 0.0:
             return [(kind, 0.5 / len(self._mix)) for kind in range(len(self._mix))]
-        return [(kind, share) for kind, share in enumerate(self._mix) if share > 1e-4]
+        return [(kind, share) for kind, share in enumerate(self._mix) if share > 1e-3]
+
+    def by_match(self) -> list[list[float]]:
+        """Acceptance of the first token by source (rows) and match bucket (columns), levels taken together."""
+        levels, buckets = len(PROB_LEVELS), len(self.match_buckets)
+        table = []
+        for source in range(len(self.sources)):
+            row = []
+            for bucket in range(buckets):
+                kinds = range((source * buckets + bucket) * levels, (source * buckets + bucket + 1) * levels)
+                trials = sum(self._classes[kind].first_trials for kind in kinds)
+                hits = sum(self._classes[kind].first_hits for kind in kinds)
+                row.append(hits / trials)
+            table.append(row)
+        return table
 
     def age(self, keep: float) -> None:
-        """Forget a part of everything, as after a weight update: ``keep`` of the counts remain."""
+        """Make what was measured weigh less, as after a weight update: ``keep`` of the counts remain."""
         for row in self._classes:
-            row.scale(keep)
+            row.scale(keep, keep)
         self._mix_rows *= keep

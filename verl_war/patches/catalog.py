@@ -7,9 +7,12 @@ from verl_war.patches import (
     verl_process_group,
     verl_step_metrics,
     verl_value_head,
+    vllm_draft_cliff,
     vllm_expand_kernel,
     vllm_live_weights,
     vllm_stat_logger,
+    vllm_stop_strings,
+    vllm_suffix_proposer,
     vllm_version,
 )
 from verl_war.patches.registry import Patch
@@ -25,4 +28,7 @@ PATCHES: tuple[Patch, ...] = (
     verl_poll_interval.PATCH,
     verl_step_metrics.PATCH,
     vllm_stat_logger.PATCH,
+    vllm_suffix_proposer.PATCH,
+    vllm_draft_cliff.PATCH,
+    vllm_stop_strings.PATCH,
 )

@@ -1,0 +1,301 @@
+"""Speculation of one worker: once per engine step, which drafts go into the next one. Knows no vLLM classes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from verl_war.core.acceptance import PROB_LEVELS
+from verl_war.core.speculation import DraftPlanner
+from verl_war.core.speculation_limits import SpeculationLimits, Watchdog, change_limits
+from verl_war.history.index import MATCH_BUCKETS, SOURCES, DraftBatch
+from verl_war.integration.vllm.speculation_shadow import ShadowProbes
+from verl_war.integration.vllm.speculation_stats import SpeculationCounts
+from verl_war.integration.vllm.speculation_text import DraftIndex, LiveRequest, TrajectoryTexts
+
+CLASS_MATCHES = (1, 3, 5, 9, 17, 33)
+"""Smallest match length of each class of drafts: half as many as the index keeps, so that each sees enough drafts."""
+
+INGEST_S = 0.0005
+"""Time per engine step for text of requests that left or wait to be read in; keeps a step's delay under 1 ms."""
+
+ACCEPTANCE_EVERY_STEPS = 64
+"""Engine steps between two hand-overs of the measured acceptance to the index, 20 us each."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepInput:
+    """What one engine step left behind, as views of the model runner's state.
+
+    Attributes:
+        req_ids: Requests in the batch, by row.
+        num_tokens: int32[rows], tokens of each context, the newly sampled ones included.
+        sampled: New tokens of each row; empty for a prompt that is not read to its end.
+        verified_tokens: Gives the number of draft tokens that the step verified for a row.
+        describe: Gives the request of a row that is new in the batch; None when it can't draft.
+    """
+
+    req_ids: Sequence[str]
+    num_tokens: npt.NDArray[np.int32]
+    sampled: Sequence[Sequence[int]]
+    verified_tokens: Callable[[int], int]
+    describe: Callable[[int], LiveRequest | None]
+
+
+class Speculation:
+    """Drafts of one worker. Any exception out of `step` leaves it unusable until `reset`."""
+
+    def __init__(
+        self,
+        index: DraftIndex,
+        limits: SpeculationLimits,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.index = index
+        self.planner = DraftPlanner(limits, SOURCES, CLASS_MATCHES)
+        self.texts = TrajectoryTexts(index)
+        self.counts = SpeculationCounts.of(SOURCES)
+        self.watchdog = Watchdog()
+        self._clock = clock
+        self._shadow = ShadowProbes(self)
+        self._req_ids: list[str] = []
+        self._rows: list[LiveRequest | None] = []
+        self._live: dict[str, LiveRequest] = {}
+        self._limit_tokens = np.zeros(0, dtype=np.int64)
+        self._pending: dict[str, tuple[int, int]] = {}
+        self._entered_s = 0.0
+        self._steady = False
+        self._budget = 0
+
+    @property
+    def limits(self) -> SpeculationLimits:
+        """Limits in force."""
+        return self.planner.limits
+
+    def change(self, params: Mapping[str, Any]) -> None:
+        """New limits from the next step on.
+
+        Raises:
+            ValueError: A parameter is unknown or out of range; nothing changes then.
+        """
+        self.planner.set_limits(change_limits(self.limits, params))
+
+    def on_policy_step(self, step: int, window_steps: int) -> None:
+        """The weights are those of policy step ``step`` now: age what was measured, forget text that is too old."""
+        self.planner.on_weights_updated()
+        self.texts.work_off(float("inf"), self._clock)
+        self.texts.finish_idle()
+        self.index.set_step(step, window_steps)
+
+    def step(self, step: StepInput, max_tokens: int) -> list[list[int]]:
+        """Drafts for the coming step, one list per row; all empty when drafting does not pay.
+
+        Args:
+            step: The step that has just been computed.
+            max_tokens: Longest draft that the engine can take.
+        """
+        now = self._clock()
+        rows = len(step.req_ids)
+        same = step.req_ids == self._req_ids
+        if not same:
+            self._update_rows(step)
+        self._measure(step, rows, now, same)
+        kv_tokens = float(step.num_tokens.sum())
+        limit = 0 if self.watchdog.blocks(self.limits, now) else self.planner.lookup_limit(rows, kv_tokens, now)
+        self._budget = limit = min(limit, max_tokens)
+        drafts: list[list[int]] = [[] for _ in range(rows)]
+        if limit:
+            self._draft(step, limit, kv_tokens, drafts)
+        else:
+            self._shadow.step(self._rows, now)
+        if self.texts.backlog:
+            self.texts.work_off(self._clock() + INGEST_S, self._clock)
+        self._finish_step(now)
+        return drafts
+
+    def report(self) -> dict[str, Any]:
+        """Counters, what is in force, and the size of the index."""
+        report: dict[str, Any] = dict(self.counts.report())
+        index = self.index.stats()
+        report.update(
+            regime=self.planner.regime,
+            regime_switches=self.planner.switches,
+            regime_switch_rows=self.planner.switch_rows,
+            expected_gain=self.planner.gain,
+            budget_tokens=self._budget,
+            mode=self.limits.mode,
+            watchdog=self.watchdog.reason,
+            watchdog_trips=self.watchdog.trips,
+            refused_requests=self.texts.refused_requests,
+            restarted_segments=self.texts.restarted_segments,
+            backlog_requests=self.texts.backlog,
+            index_bytes=index["bytes"],
+            index_tokens=index["tokens"],
+        )
+        return report
+
+    def look_up(
+        self, requests: Sequence[LiveRequest], max_tokens: npt.NDArray[np.int32]
+    ) -> tuple[DraftBatch, list[int]]:
+        """Drafts for requests whose text is in the index, and the class of each (-1: none was found)."""
+        keys = np.fromiter((request.key for request in requests), dtype=np.int64, count=len(requests))
+        batch = self.index.draft_batch(keys, max_tokens, self.limits.min_token_prob)
+        self.counts.lookups += len(requests)
+        return batch, classes_of(batch)
+
+    def observe_mix(self, kinds: Sequence[int]) -> None:
+        """Count in which classes look-ups ended."""
+        counts: dict[int, int] = {}
+        for kind in kinds:
+            counts[kind] = counts.get(kind, 0) + 1
+        self.planner.acceptance.observe_mix(counts, len(kinds))
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def _update_rows(self, step: StepInput) -> None:
+        """The batch changed: requests came, left or moved to other rows."""
+        before, self._live = self._live, {}
+        self._req_ids = list(step.req_ids)
+        self._rows = []
+        for row, req_id in enumerate(self._req_ids):
+            request = before.pop(req_id, None)
+            if request is None:
+                request = step.describe(row)
+                if request is not None:
+                    self.texts.arrive(req_id, request)
+            if request is not None:
+                self._live[req_id] = request
+            self._rows.append(request)
+        for request in before.values():
+            self.texts.leave(request)
+        self._limit_tokens = np.array([0 if r is None else r.limit_tokens for r in self._rows], dtype=np.int64)
+
+    def _measure(self, step: StepInput, rows: int, now: float, same: bool) -> None:
+        """Count what the step accepted and how long it took."""
+        drafting_rows = draft_tokens = 0
+        if self._pending:
+            where = {req_id: row for row, req_id in enumerate(step.req_ids)}
+            for req_id, (kind, _) in self._pending.items():
+                row = where.get(req_id)
+                drafted = 0 if row is None else step.verified_tokens(row)
+                if row is None or drafted == 0 or not step.sampled[row]:
+                    continue
+                accepted = min(len(step.sampled[row]) - 1, drafted)
+                self.planner.acceptance.observe(kind, drafted, accepted)
+                self.watchdog.verified(drafted, accepted, self.limits)
+                self.counts.verified(SOURCES[self.planner.acceptance.source_of(kind)], drafted, accepted)
+                drafting_rows += 1
+                draft_tokens += drafted
+            self._pending = {}
+        steady = all(step.sampled)
+        if same and steady and self._steady:
+            seconds = now - self._entered_s
+            self.planner.observe_step(
+                rows=rows,
+                kv_tokens=float(step.num_tokens.sum()),
+                drafting_rows=drafting_rows,
+                draft_tokens=draft_tokens,
+                seconds=seconds,
+            )
+            self.counts.step_s += seconds
+        self._steady = steady
+        self._entered_s = now
+        self.counts.steps += 1
+        self.counts.decode_rows += rows
+        self.counts.drafting_rows += drafting_rows
+        self.counts.drafting_steps += drafting_rows > 0
+
+    def _draft(self, step: StepInput, limit: int, kv_tokens: float, drafts: list[list[int]]) -> None:
+        rows = self._ingest(step)
+        if not rows:
+            return
+        at = np.asarray(rows)
+        room = self._limit_tokens[at] - step.num_tokens[at] - 1
+        max_tokens = np.clip(room, 0, limit).astype(np.int32)
+        requests = [self._rows[row] for row in rows]
+        batch, kinds = self.look_up(requests, max_tokens)  # type: ignore[arg-type]
+        self.observe_mix(kinds)
+        offsets = batch.offsets.tolist()
+        found = [end - begin for begin, end in zip(offsets, offsets[1:], strict=False)]
+        chosen = self.planner.allocate(len(self._rows), kv_tokens, kinds, found)
+        tokens = batch.tokens.tolist()
+        total = 0
+        for row, begin, length, kind in zip(rows, offsets, chosen, kinds, strict=False):
+            if length:
+                drafts[row] = tokens[begin : begin + length]
+                self._pending[self._req_ids[row]] = (kind, length)
+                total += length
+        if total:
+            self.watchdog.handed_out(total)
+
+    def _ingest(self, step: StepInput) -> list[int]:
+        """Bring the index up to date with the rows that sampled; returns those that can draft."""
+        until_s = self._clock() + INGEST_S
+        ready: list[int] = []
+        behind: list[int] = []
+        for row, request in enumerate(self._rows):
+            if request is None or request.refused or not step.sampled[row]:
+                continue
+            new = request.num_tokens - request.known
+            if request.key >= 0 and new == len(step.sampled[row]):
+                behind.append(row)
+            elif request.key >= 0 and new == 0:
+                ready.append(row)
+            elif self._clock() < until_s:
+                self.texts.catch_up(request)
+                if not request.refused:
+                    ready.append(row)
+        if behind:
+            ready += self._extend(step, behind)
+            ready.sort()
+        return ready
+
+    def _extend(self, step: StepInput, rows: list[int]) -> list[int]:
+        """Append what ``rows`` have just sampled, in one call."""
+        requests = [self._rows[row] for row in rows]
+        lengths = [len(step.sampled[row]) for row in rows]
+        flat = np.fromiter(chain.from_iterable(step.sampled[row] for row in rows), dtype=np.int32, count=sum(lengths))
+        keys = np.array([request.key for request in requests], dtype=np.int64)  # type: ignore[union-attr]
+        starts = np.array([request.known for request in requests], dtype=np.int64)  # type: ignore[union-attr]
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        try:
+            self.index.extend_batch(keys, starts, offsets, flat)
+        except (ValueError, KeyError):  # one row is to blame, and none was appended: find it
+            for request in requests:
+                self.texts.catch_up(request)  # type: ignore[arg-type]
+        else:
+            for request, length in zip(requests, lengths, strict=True):
+                request.known += length  # type: ignore[union-attr]
+        return [row for row, request in zip(rows, requests, strict=True) if not request.refused]  # type: ignore[union-attr]
+
+    def _finish_step(self, entered_s: float) -> None:
+        if self.counts.steps % ACCEPTANCE_EVERY_STEPS == 0:
+            self.index.set_acceptance(np.asarray(self.planner.acceptance.by_match())[:, _INDEX_BUCKETS])
+        seconds = self._clock() - entered_s
+        self.counts.draft_s += seconds
+        self.counts.max_draft_s = max(self.counts.max_draft_s, seconds)
+
+
+def classes_of(batch: DraftBatch) -> list[int]:
+    """Class of every draft of ``batch`` as in `AcceptanceTable.class_of`, -1 where nothing was found."""
+    begin, end = batch.offsets[:-1], batch.offsets[1:]
+    found = end > begin
+    if not found.any():
+        return [-1] * len(found)
+    prob = batch.probs[np.minimum(begin, len(batch.probs) - 1)]
+    bucket = np.maximum(np.searchsorted(_BUCKETS, batch.match_length, side="right") - 1, 0)
+    level = np.searchsorted(_LEVELS, prob, side="right") - 1
+    kinds = (batch.source * len(_BUCKETS) + bucket) * len(_LEVELS) + level
+    return np.where(found, kinds, -1).tolist()
+
+
+_BUCKETS = np.asarray(CLASS_MATCHES)
+_INDEX_BUCKETS = np.searchsorted(_BUCKETS, np.asarray(MATCH_BUCKETS), side="right") - 1  # class of each index bucket
+_LEVELS = np.asarray(PROB_LEVELS, dtype=np.float32)

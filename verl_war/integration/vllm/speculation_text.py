@@ -1,0 +1,227 @@
+"""The text of every trajectory in the draft index: one segment each, kept across its turns, never built twice."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from verl_war.history.index import NO_GROUP, DraftBatch, SegmentInfo, stable_id
+
+logger = logging.getLogger(__name__)
+
+EXTRA_ARGS_KEY = "war"
+"""Key of `SamplingParams.extra_args` under which a turn tells its trajectory, group, policy step and kind."""
+
+MAX_OPEN_SEGMENTS = 8192
+"""Segments of trajectories between two turns that are kept open; beyond it the longest idle one is finished. A
+trajectory that comes back later pays for reading its context once more."""
+
+
+class DraftIndex(Protocol):
+    """What is used of `verl_war.history.index.HistoryIndex`; its docstrings apply."""
+
+    def begin(self, key: int, group: int, step: int, prompt: npt.ArrayLike) -> None: ...
+    def extend(self, key: int, tokens: npt.ArrayLike, start: int | None = None) -> int: ...
+    def extend_batch(self, keys: Any, starts: Any, offsets: Any, tokens: Any) -> None: ...
+    def common_prefix(self, key: int, context: npt.ArrayLike) -> int: ...
+    def draft_batch(self, keys: Any, max_tokens: Any, min_prob: float = 0.1) -> DraftBatch: ...
+    def set_acceptance(self, table: npt.ArrayLike) -> None: ...
+    def finish(self, key: int) -> None: ...
+    def set_step(self, step: int, window_steps: int) -> int: ...
+    def info(self, key: int) -> SegmentInfo: ...
+    def stats(self) -> dict[str, int]: ...
+    def __contains__(self, key: int) -> bool: ...
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """One vLLM request, that is one turn of a trajectory.
+
+    Attributes:
+        name: Trajectory, or the request itself when the turn told none.
+        group: Number of the prompt group; `NO_GROUP` when it is to be derived from the first prompt.
+        step: Policy step, -1 when unknown.
+        prompt: Context that was sent.
+        outputs: The model runner's own list of generated tokens: it grows by itself, and outlives the request.
+        limit_tokens: Longest context that the request can reach.
+        key: Segment in the index, -1 before there is one.
+        known: Tokens of this context that the segment holds.
+        refused: The index does not take this text; the request gets no drafts.
+    """
+
+    name: str
+    group: int
+    step: int
+    prompt: npt.NDArray[np.int32]
+    outputs: list[int]
+    limit_tokens: int
+    key: int = -1
+    known: int = 0
+    refused: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the context now."""
+        return len(self.prompt) + len(self.outputs)
+
+    def context(self, start: int = 0) -> npt.NDArray[np.int32]:
+        """Tokens of the context from offset ``start`` on."""
+        prompt_tokens = len(self.prompt)
+        outputs = np.asarray(self.outputs[max(0, start - prompt_tokens) :], dtype=np.int32)
+        return outputs if start >= prompt_tokens else np.concatenate((self.prompt[start:], outputs))
+
+
+def describe(req_id: str, extra_args: Mapping[str, Any] | None) -> tuple[str, int, int]:
+    """Name, group and policy step of a turn from what its client sent along.
+
+    `group` must name the prompt alike in every step to make earlier steps usable; left out, the first prompt does.
+    """
+    told = (extra_args or {}).get(EXTRA_ARGS_KEY) or {}
+    name = told.get("trajectory")
+    group = told.get("group")
+    return (
+        str(name) if name else f"request:{req_id}",
+        stable_id(str(group)) if group else NO_GROUP,
+        int(told.get("step", -1)),
+    )
+
+
+class TrajectoryTexts:
+    """Opens, continues and closes segments. Called from the worker's main thread only."""
+
+    def __init__(self, index: DraftIndex) -> None:
+        self.index = index
+        self.refused_requests = 0
+        self.restarted_segments = 0
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._busy: set[str] = set()
+        self._backlog: OrderedDict[str, LiveRequest] = OrderedDict()
+        self._serial = 0
+        self._step = -1
+
+    def arrive(self, req_id: str, request: LiveRequest) -> None:
+        """A request entered the batch, for the first time or after a preemption."""
+        if request.name in self._busy:  # two live requests of one trajectory: each keeps its own text
+            request.name = f"{request.name}/{req_id}"
+        self._busy.add(request.name)
+        if request.step > self._step:
+            self._step = request.step
+
+    def leave(self, request: LiveRequest) -> None:
+        """A request left the batch: finished, aborted or preempted. Its text is taken over when there is time."""
+        self._busy.discard(request.name)
+        if not request.refused:
+            self._backlog[request.name] = request
+
+    def work_off(self, until_s: float, clock: Callable[[], float]) -> None:
+        """Take over the text of requests that left, until ``clock()`` reaches ``until_s``."""
+        while self._backlog and clock() < until_s:
+            _, request = self._backlog.popitem(last=False)
+            self.catch_up(request)
+
+    @property
+    def backlog(self) -> int:
+        """Requests whose text waits to be taken over."""
+        return len(self._backlog)
+
+    def catch_up(self, request: LiveRequest) -> None:
+        """Make the segment hold the whole context of ``request``, opening it first if need be."""
+        if request.refused:
+            return
+        try:
+            if request.key < 0:
+                waiting = self._backlog.pop(request.name, None)
+                if waiting is not None and waiting is not request:
+                    self.catch_up(waiting)
+                self._open_segment(request)
+            elif request.known > request.num_tokens:  # the engine took tokens back: a failed KV transfer
+                self._restart(request)
+            if request.known < request.num_tokens:
+                tail = request.context(request.known)
+                self.index.extend(request.key, tail, start=request.known)
+                request.known += len(tail)
+        except (ValueError, KeyError) as error:
+            self.refuse(request, error)
+
+    def refuse(self, request: LiveRequest, error: Exception) -> None:
+        """Give up on the text of one request; it goes on without drafts."""
+        if self.refused_requests == 0:
+            logger.warning("the draft index refuses text, these requests get no drafts: %s", error)
+        self.refused_requests += 1
+        request.refused = True
+        if self._open.get(request.name) == request.key:
+            del self._open[request.name]
+
+    def finish_idle(self) -> int:
+        """Close the segments of trajectories that are not in the batch, as after a weight update."""
+        idle = [name for name in self._open if name not in self._busy and name not in self._backlog]
+        for name in idle:
+            self._finish(name)
+        return len(idle)
+
+    def finish_trajectory(self, name: str) -> None:
+        """Close the segment of one trajectory that is known to have ended."""
+        waiting = self._backlog.pop(name, None)
+        if waiting is not None:
+            self.catch_up(waiting)
+        if name in self._open and name not in self._busy:
+            self._finish(name)
+
+    def _open_segment(self, request: LiveRequest) -> None:
+        key = self._open.get(request.name)
+        if key is not None and key in self.index:
+            length = self.index.info(key).length
+            if self.index.common_prefix(key, request.context()) == length:
+                self._take(request, key, known=length)
+                return
+            # The context was edited or tokenised anew: positions differ, so the old text stands on its own.
+            self.restarted_segments += 1
+            self._finish(request.name)
+        self._begin(request)
+
+    def _restart(self, request: LiveRequest) -> None:
+        self.restarted_segments += 1
+        self._finish(request.name)
+        self._begin(request)
+
+    def _begin(self, request: LiveRequest) -> None:
+        key = self._new_key(request.name)
+        if request.group == NO_GROUP:
+            request.group = prompt_group(request.prompt)
+        self.index.begin(key, request.group, request.step, request.prompt)
+        self._take(request, key, known=len(request.prompt))
+
+    def _take(self, request: LiveRequest, key: int, known: int) -> None:
+        request.key = key
+        request.known = known
+        self._open[request.name] = key
+        self._open.move_to_end(request.name)
+        if len(self._open) > MAX_OPEN_SEGMENTS:
+            oldest = next((name for name in self._open if name not in self._busy), None)
+            if oldest is not None:
+                self._finish(oldest)
+
+    def _new_key(self, name: str) -> int:
+        key = stable_id(name)
+        while key in self.index:
+            self._serial += 1
+            key = stable_id(f"{name}#{self._serial}")
+        return key
+
+    def _finish(self, name: str) -> None:
+        key = self._open.pop(name)
+        if key in self.index:
+            self.index.finish(key)
+
+
+def prompt_group(prompt: npt.NDArray[np.int32]) -> int:
+    """Group number of a first prompt, the same on every replica and in every epoch."""
+    digest = hashlib.blake2b(np.ascontiguousarray(prompt).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
