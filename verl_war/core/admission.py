@@ -18,6 +18,9 @@ THRASH_LOSS = 0.05
 """Share of the believed cached tokens that an engine may have lost without being called thrashing: partial blocks,
 contexts that agent loops rewrite, and evictions by requests that were never described to the router."""
 
+THRASH_MIN_FILL = 0.5
+"""Share of the trusted capacity that the working set must fill before lost cache is taken for thrash."""
+
 CALM_LOSS = 0.02
 """Below this share, and with conversations held, the replica may be filled further."""
 
@@ -150,11 +153,12 @@ class TrustController:
         preempted = evidence.preemptions / evidence.turns
         old = replica.trusted_share
         low, high = TRUSTED_SHARE_BOUNDS
+        used = replica.working_set_tokens / replica.capacity_tokens if replica.capacity_tokens else 0.0
         if loss > THRASH_LOSS or preempted > THRASH_LOSS:
-            # What is resident is what the capacity proved to hold; the share falls from there, not from a
-            # ceiling that was never reached.
-            used = replica.working_set_tokens / replica.capacity_tokens if replica.capacity_tokens else old
-            new = max(low, min(old, used) * (1 - min(LARGEST_DECREASE, max(loss, preempted))))
+            # The share falls from what is resident, not from a ceiling that was never reached. What a replica loses
+            # while it is far from full, it did not lose to its working set.
+            cut = 1 - min(LARGEST_DECREASE, max(loss, preempted))
+            new = max(low, min(old, used) * cut) if used >= THRASH_MIN_FILL * old else old
         elif loss < CALM_LOSS and is_full:
             new = min(high, old + INCREASE)
         else:

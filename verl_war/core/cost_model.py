@@ -100,7 +100,7 @@ class StepTimeFit:
         return StepTime(base_s=max(base_s, 1e-6), token_s=max(token_s, 1e-9), kv_token_s=kv_token_s)
 
 
-SLOWNESS_HALF_LIFE_S = 5.0
+SLOWNESS_HALF_LIFE_S = 2.0
 """Time over which a replica's observed speed replaces what was known of it."""
 
 

@@ -57,6 +57,7 @@ class Replica:
         capacity_tokens: KV tokens that its engine says it holds; 0 until it has reported.
         trusted_share: Share of the capacity that admission fills; `core.admission` moves it.
         working_set_tokens: Needs of the admitted conversations plus each of their groups' prompts once.
+        reserved_tokens: Needs of siblings that are expected to follow.
         admitted: Admitted conversations by id.
         group_prompts: Group -> (admitted conversations, prompt tokens).
         allocated_tokens: KV tokens that its turns have taken since it joined, cache hits excluded.
@@ -69,6 +70,7 @@ class Replica:
     capacity_tokens: int = 0
     trusted_share: float = 1.0
     working_set_tokens: float = 0.0
+    reserved_tokens: float = 0.0
     kv_tokens: int = 0
     inflight: int = 0
     admitted: dict[str, Conversation] = field(default_factory=dict)
@@ -85,8 +87,8 @@ class Replica:
 
     @property
     def load(self) -> float:
-        """Working set in token-seconds of a replica at the model's pace: what new conversations should avoid."""
-        return self.working_set_tokens * self.pace.slowness
+        """Working set, siblings to come included, times the replica's slowness: what newcomers should avoid."""
+        return (self.working_set_tokens + self.reserved_tokens) * self.pace.slowness
 
 
 class Fleet:
@@ -207,6 +209,11 @@ class Fleet:
             self._changed(replica)
         conversation.context_tokens = context_tokens
         conversation.need_tokens = need_tokens
+
+    def reserve(self, replica: Replica, tokens: float) -> None:
+        """Expect so many tokens more (negative: fewer) of siblings on a replica."""
+        replica.reserved_tokens = max(0.0, replica.reserved_tokens + tokens)
+        self._changed(replica)
 
     def begin_turn(self, conversation: Conversation) -> None:
         """A turn of an admitted conversation starts on its home."""

@@ -92,6 +92,14 @@ class WorkloadManager:
         """Turns that wait for admission."""
         return len(self._scheduler.queue) if self._scheduler is not None else 0
 
+    def on_step_begin(
+        self, policy_step: int, num_trajectories: int, now_s: float, group_size: int = 1
+    ) -> list[Placement]:
+        """A rollout of so many trajectories begins, `group_size` of each prompt; before its first turn."""
+        if self._scheduler is not None:
+            self._scheduler.groups.on_step_begin(num_trajectories, group_size)
+        return self._drain(now_s)
+
     def on_replica_up(self, replica_id: str, now_s: float) -> list[Placement]:
         """A replica joined the pool or comes back to it."""
         self._stock.add_replica(replica_id)
@@ -213,6 +221,7 @@ class WorkloadManager:
             conversation.retained = False
         if self._scheduler is not None:
             self._scheduler.trust.forget()
+            self._scheduler.groups.clear()
             self._scheduler.forget_groups({trajectory.group_id for trajectory in self._trajectories.values()})
 
     def on_decision_time(self, seconds: float) -> None:

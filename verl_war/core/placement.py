@@ -93,9 +93,11 @@ def _least(counts: Iterable[tuple[str, int]]) -> list[str]:
     return [replica_id for replica_id, count in pairs if count == fewest]
 
 
-PRICE_EPSILON = 0.05
-"""Replicas within this share of the least price are equal: prices are estimates, and a strict minimum sends every
-new conversation of a burst to one replica (verl issue 7613)."""
+PRICE_EPSILON = 0.1
+"""Replicas count as equal when their price exceeds the least by no more than this share of the spread of all prices:
+prices are estimates, but only their differences matter, since most of a price is the same everywhere. The least loaded
+of them is taken, ties at random: a strict minimum sends every new conversation of a burst to one replica (verl issue
+7613)."""
 
 CANDIDATES = 4
 """Least loaded replicas that are priced besides home and those that hold the group's prompt. Two random choices
@@ -176,10 +178,13 @@ class PricedPlacement:
     def cheapest(
         self, turn: Turn, conversation: Conversation, replicas: Sequence[Replica], now_s: float
     ) -> tuple[Replica, dict[str, float]]:
-        """One of the replicas whose price is within `PRICE_EPSILON` of the least, at random."""
+        """The least loaded of the replicas whose price is within `PRICE_EPSILON` of the least; ties at random."""
         priced = [(self.price(turn, conversation, replica, now_s), replica) for replica in replicas]
-        least = min(terms["total"] for terms, _ in priced)
-        terms, replica = self._rng.choice([pair for pair in priced if pair[0]["total"] <= least * (1 + PRICE_EPSILON)])
+        totals = [terms["total"] for terms, _ in priced]
+        limit = min(totals) + PRICE_EPSILON * (max(totals) - min(totals))
+        near = [(terms, replica) for terms, replica in priced if terms["total"] <= limit]
+        load = min(replica.load for _, replica in near)
+        terms, replica = self._rng.choice([pair for pair in near if pair[1].load <= load])
         return replica, terms
 
     def move(

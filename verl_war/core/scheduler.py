@@ -11,6 +11,7 @@ from verl_war.core.admission import HeldTurn, HoldQueue, TrustController, deadli
 from verl_war.core.cache_view import CacheView
 from verl_war.core.config import WarConfig
 from verl_war.core.fleet import Conversation, Fleet, Replica
+from verl_war.core.groups import GroupPlacement
 from verl_war.core.placement import PricedPlacement
 from verl_war.core.progress import Progress
 from verl_war.core.types import Reason, Turn
@@ -52,6 +53,7 @@ class Scheduler:
         self.placement = PricedPlacement(config.scheduling, fleet, cache_view, progress, rng)
         self.queue = HoldQueue()
         self.trust = TrustController()
+        self.groups = GroupPlacement(fleet)
         self.paused = 0
         self._prompt_tokens: dict[str, int] = {}
         self._full_since: int | None = None
@@ -206,7 +208,14 @@ class Scheduler:
         held_s: float = 0.0,
     ) -> Start:  # fmt: skip
         if self._config.scheduling.enabled:
-            replica, terms = self.placement.cheapest(turn, conversation, replicas, now_s)
+            expected = self.groups.replica_of(turn.group_id) if not conversation.turns_begun else None
+            if expected is not None and expected in replicas:
+                replica, terms = expected, self.placement.price(turn, conversation, expected, now_s)
+                reason = Reason.GROUP if reason is Reason.PRICED else reason
+            else:
+                replica, terms = self.placement.cheapest(turn, conversation, replicas, now_s)
+            if not conversation.turns_begun:
+                self.groups.on_placed(turn.group_id, replica, conversation.need_tokens)
         else:
             fewest = min(replica.inflight for replica in replicas)
             replica = self._rng.choice([replica for replica in replicas if replica.inflight == fewest])

@@ -18,6 +18,8 @@ class Reason(str, Enum):
     """`rollout.full_determinism`: hash of the session over the whole pool."""
     PRICED = "priced"
     """First turn, or home has left: least price in seconds of the replicas looked at."""
+    GROUP = "group"
+    """First turn; joins the siblings that were placed just before, whose prompt is in the cache."""
     MOVED = "moved"
     """Another replica is cheaper by more than the hysteresis, the lost cache included."""
     RESUMED = "resumed"
