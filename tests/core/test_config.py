@@ -27,6 +27,10 @@ def test_missing_settings_are_the_defaults():
         ({"admission": {"max_hold_s": float("nan")}}, [f"{ROOT_KEY}.admission.max_hold_s=nan", "between"]),
         ({"admission": {"trajectory_ttl_s": 0}}, [f"{ROOT_KEY}.admission.trajectory_ttl_s=0.0", "between"]),
         ({"scheduling": {"move_min_turns": -1}}, [f"{ROOT_KEY}.scheduling.move_min_turns=-1", "between"]),
+        ({"failures": {"retries": -1}}, [f"{ROOT_KEY}.failures.retries=-1", "between 0 and 100"]),
+        ({"failures": {"turn_deadline_s": 0}}, [f"{ROOT_KEY}.failures.turn_deadline_s=0.0", "between"]),
+        ({"failures": {"replica_hang_s": float("nan")}}, [f"{ROOT_KEY}.failures.replica_hang_s=nan", "between"]),
+        ({"journal_path": 3}, [f"{ROOT_KEY}.journal_path=3", "expected str or null"]),
         ([1], [f"{ROOT_KEY}=[1]", "list", "mapping"]),
     ],
 )
@@ -56,5 +60,5 @@ def test_shipped_yaml_states_the_defaults():
 
     shipped = yaml.safe_load((files("verl_war") / "config" / "rollout" / "war.yaml").read_text())
     assert parse_war_config(shipped["custom"]["war"]) == WarConfig()
-    assert set(shipped["custom"]["war"]) == {"speculation", "scheduling", "admission", "block_size_tokens",
-                                             "metrics_timeout_s", "seed"}  # fmt: skip
+    assert set(shipped["custom"]["war"]) == {"speculation", "scheduling", "admission", "failures", "block_size_tokens",
+                                             "metrics_timeout_s", "seed", "journal_path"}  # fmt: skip

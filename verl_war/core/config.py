@@ -93,6 +93,31 @@ class AdmissionConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FailureConfig:
+    """When something counts as broken, and what is tried then. Always in force.
+
+    Attributes:
+        turn_deadline_s: Longest time that a replica may take for one turn before the turn is cancelled and asked
+            again elsewhere, and that a held turn waits for a replica to join an empty pool. An hour is 65k tokens at
+            18 a second: a last resort behind `replica_hang_s`, which no honest turn should meet.
+        replica_hang_s: A replica that has requests and finishes no engine iteration, or that does not answer, for
+            this long is taken out of the pool until it goes on. Longer than any weight update or stalled iteration;
+            checked while scheduling or admission is on.
+        retries: Times that a turn is asked again, with the same tokens, after a replica failed under it. The
+            trajectory fails with the last one, and verl leaves it out of the training batch.
+    """
+
+    turn_deadline_s: float = 3600.0
+    replica_hang_s: float = 300.0
+    retries: int = 3
+
+    def __post_init__(self) -> None:
+        _require_range(self, "failures", "turn_deadline_s", 1e-3, 1e6)
+        _require_range(self, "failures", "replica_hang_s", 1e-3, 1e6)
+        _require_range(self, "failures", "retries", 0, 100)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WarConfig:
     """All settings of WAR.
 
@@ -100,19 +125,23 @@ class WarConfig:
         speculation: Speculative decoding at low load.
         scheduling: Priced placement of turns on replicas.
         admission: Holding trajectories until their KV fits.
+        failures: Deadlines and retries when a replica breaks.
         block_size_tokens: Tokens per hashed block of context. 64 keeps the description of a 32k
             context at 4 kB while a shared prefix is still known to within 64 tokens.
         metrics_timeout_s: How long a training step waits for the router's and engines' numbers
             before it fails.
         seed: Seed of the router's tie-breaks; null takes one from the operating system, as stock verl does.
+        journal_path: File to which the router writes every event and decision, for `verl-war replay`; null = none.
     """
 
     speculation: FeatureConfig = field(default_factory=FeatureConfig)
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    failures: FailureConfig = field(default_factory=FailureConfig)
     block_size_tokens: int = 64
     metrics_timeout_s: float = 30.0
     seed: int | None = None
+    journal_path: str | None = None
 
     def __post_init__(self) -> None:
         if self.speculation.enabled:

@@ -9,6 +9,11 @@ from verl_war.core.cost_model import ReplicaPace
 from verl_war.core.types import Turn
 
 
+STALE_SHARE = 0.85
+"""Share of its trusted tokens that a replica is filled to while its engine does not report: the room of the last
+reading may be taken by what grew since."""
+
+
 @dataclass(slots=True)
 class Conversation:
     """One conversation of a trajectory: where its context lies and how long it is.
@@ -62,6 +67,7 @@ class Replica:
         group_prompts: Group -> (admitted conversations, prompt tokens).
         allocated_tokens: KV tokens that its turns have taken since it joined, cache hits excluded.
         prefill_until_s: When the prefill placed so far will be done, if nothing else ran.
+        is_stale: Whether its engine's reports are overdue.
     """
 
     replica_id: str
@@ -78,12 +84,15 @@ class Replica:
     allocated_tokens: int = 0
     prefill_until_s: float = 0.0
     pace: ReplicaPace = field(default_factory=ReplicaPace)
+    is_stale: bool = False
     stamp: int = 0
 
     @property
     def trusted_tokens(self) -> float:
         """Capacity that admission counts on; unlimited while the engine has not told any."""
-        return self.capacity_tokens * self.trusted_share if self.capacity_tokens else float("inf")
+        if not self.capacity_tokens:
+            return float("inf")
+        return self.capacity_tokens * self.trusted_share * (STALE_SHARE if self.is_stale else 1.0)
 
     @property
     def load(self) -> float:

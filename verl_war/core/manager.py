@@ -29,7 +29,9 @@ class _Trajectory:
     group_id: str
     validate: bool
     turns: int = 0
-    sessions: set[str] = field(default_factory=set)
+    sessions: dict[str, None] = field(default_factory=dict)
+    """A set that keeps its order: the order of a set of strings differs between processes, and with it the decisions
+    that a replayed journal leads to."""
     pending: list[_PendingTurn] = field(default_factory=list)
 
     def take_pending(self, session_id: str, replica_id: str) -> _PendingTurn | None:
@@ -135,7 +137,7 @@ class WorkloadManager:
         conversation = self._fleet.conversation_of(turn, now_s)
         if turn.session_id in trajectory.sessions and conversation.turns_begun:
             self._progress.on_turn_growth(turn.prompt_tokens - conversation.prompt_tokens)
-        trajectory.sessions.add(turn.session_id)
+        trajectory.sessions[turn.session_id] = None
         conversation.prompt_tokens = turn.prompt_tokens
         if self._scheduler is None:
             return [self._begin(self._place_as_stock(turn, conversation), now_s)]
@@ -191,6 +193,8 @@ class WorkloadManager:
     def on_snapshot(self, replica_id: str, snapshot: ReplicaSnapshot, now_s: float) -> list[Placement]:
         """Take in an engine's readings. A restarted engine counts its preemptions from zero again."""
         replica, peaks = self._fleet.replicas[replica_id], self._peaks[replica_id]
+        self._fleet.freed += replica.is_stale
+        replica.is_stale = False
         if snapshot.preemptions < peaks.preemptions_seen:
             peaks.preemptions_seen = 0
         preempted = snapshot.preemptions - peaks.preemptions_seen
@@ -208,6 +212,11 @@ class WorkloadManager:
             self._scheduler.placement.model = self._step_time.value()
             self._scheduler.trust.on_preemptions(replica, preempted)
             self._scheduler.control(replica, now_s)
+        return self._drain(now_s)
+
+    def on_snapshot_missing(self, replica_id: str, now_s: float) -> list[Placement]:
+        """A replica's readings are overdue: until the next ones, admission keeps a wider margin on it."""
+        self._fleet.replicas[replica_id].is_stale = True
         return self._drain(now_s)
 
     def on_tick(self, now_s: float) -> list[Placement]:
