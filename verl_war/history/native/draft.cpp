@@ -101,7 +101,7 @@ private:
         const bool kin = self_.group != kNoGroup && segment.group == self_.group;
         int source;
         if (chain == kOwnChain) {
-            if (!own) return 0;
+            if (!own || !self_.live) return 0;
             source = kOwn;
         } else if (chain == kGroupChain) {
             if (own || !kin) return 0;
