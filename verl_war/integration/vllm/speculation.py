@@ -89,6 +89,9 @@ class Speculation:
     def on_policy_step(self, step: int, window_steps: int) -> None:
         """The weights are those of policy step ``step`` now: age what was measured, forget text that is too old."""
         self.planner.on_weights_updated()
+        for request in self._live.values():  # who has finished meanwhile is not known before the next step
+            self.texts.leave(request)
+        self._live, self._req_ids, self._pending, self._steady = {}, [], {}, False
         self.texts.work_off(float("inf"), self._clock)
         self.texts.finish_idle()
         self.index.set_step(step, window_steps)
@@ -163,8 +166,11 @@ class Speculation:
         before, self._live = self._live, {}
         self._req_ids = list(step.req_ids)
         self._rows = []
+        # First those that left: the next turn of one of their trajectories may be among those that came.
+        for req_id in before.keys() - set(self._req_ids):
+            self.texts.leave(before[req_id])
         for row, req_id in enumerate(self._req_ids):
-            request = before.pop(req_id, None)
+            request = before.get(req_id)
             if request is None:
                 request = step.describe(row)
                 if request is not None:
@@ -172,8 +178,6 @@ class Speculation:
             if request is not None:
                 self._live[req_id] = request
             self._rows.append(request)
-        for request in before.values():
-            self.texts.leave(request)
         self._limit_tokens = np.array([0 if r is None else r.limit_tokens for r in self._rows], dtype=np.int64)
 
     def _measure(self, step: StepInput, rows: int, now: float, same: bool) -> None:

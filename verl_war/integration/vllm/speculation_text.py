@@ -102,6 +102,7 @@ class TrajectoryTexts:
         self.restarted_segments = 0
         self._open: OrderedDict[str, int] = OrderedDict()
         self._busy: set[str] = set()
+        self._continued: set[str] = set()
         self._backlog: OrderedDict[str, LiveRequest] = OrderedDict()
         self._serial = 0
         self._step = -1
@@ -160,10 +161,14 @@ class TrajectoryTexts:
             del self._open[request.name]
 
     def finish_idle(self) -> int:
-        """Close the segments of trajectories that are not in the batch, as after a weight update."""
-        idle = [name for name in self._open if name not in self._busy and name not in self._backlog]
+        """Close the segments that were not continued since the call before, as at every weight update.
+
+        A trajectory may be in a tool call, or its turn cut short, while the weights change: it gets one more step.
+        """
+        idle = [name for name in self._open if name not in self._busy and name not in self._continued]
         for name in idle:
             self._finish(name)
+        self._continued.clear()
         return len(idle)
 
     def finish_trajectory(self, name: str) -> None:
@@ -203,6 +208,7 @@ class TrajectoryTexts:
         request.known = known
         self._open[request.name] = key
         self._open.move_to_end(request.name)
+        self._continued.add(request.name)
         if len(self._open) > MAX_OPEN_SEGMENTS:
             oldest = next((name for name in self._open if name not in self._busy), None)
             if oldest is not None:
@@ -217,6 +223,7 @@ class TrajectoryTexts:
 
     def _finish(self, name: str) -> None:
         key = self._open.pop(name)
+        self._continued.discard(name)
         if key in self.index:
             self.index.finish(key)
 
