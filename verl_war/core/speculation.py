@@ -118,9 +118,9 @@ class DraftPlanner:
     Pure: the caller measures time and passes ``now_s``.
     """
 
-    def __init__(self, limits: SpeculationLimits, sources: Sequence[str]) -> None:
+    def __init__(self, limits: SpeculationLimits, sources: Sequence[str], match_buckets: Sequence[int]) -> None:
         self.limits = limits
-        self.acceptance = AcceptanceTable(sources)
+        self.acceptance = AcceptanceTable(sources, match_buckets)
         self.step_time = StepTimeModel()
         self.regime: Regime = "high"
         self.gain = 0.0

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-SOURCES = ("own", "group", "earlier", "global")
-"""Where drafts come from: the request's own text, its siblings, the same prompt in earlier steps, everything else."""
+SOURCES = ("own", "siblings", "earlier_steps", "global")
+"""Where drafts come from: this trajectory's text, its siblings', that of the same prompt in earlier steps, any other.
+Same names and order as the draft index has."""
 
 Mode = Literal["auto", "always", "off"]
 
