@@ -21,7 +21,7 @@ except ImportError as error:
         f"verl_war.history._native; run `pip install -e .` in the clone (needs g++): {error}"
     ) from error
 
-API_VERSION = 1
+API_VERSION = 2
 """Raised with every incompatible change of `native/`, so that an old build is noticed."""
 if _native.API_VERSION != API_VERSION:
     raise ImportError(
@@ -97,6 +97,33 @@ class DraftBatch(NamedTuple):
         )
 
 
+class Deltas(NamedTuple):
+    """New text of several trajectories; that of row i is `tokens[offsets[i]:offsets[i + 1]]`.
+
+    Attributes:
+        keys: int64[rows].
+        groups: int64[rows]; `NO_GROUP` when unknown.
+        steps: int64[rows]; policy step, -1 when unknown.
+        starts: int64[rows]; offset of the row's first token in the trajectory.
+        finished: uint8[rows]; 1 when the trajectory ends with this row.
+        offsets: int64[rows + 1].
+        tokens: int32[offsets[-1]].
+    """
+
+    keys: Int64s
+    groups: Int64s
+    steps: Int64s
+    starts: Int64s
+    finished: npt.NDArray[np.uint8]
+    offsets: Int64s
+    tokens: Int32s
+
+
+INGESTED: tuple[str, ...] = ("applied", "duplicate", "gap", "conflict", "refused")
+"""What became of a row: appended; known already; new segment because text before it is missing; new segment because it
+differs from what was known; not kept because live text alone exceeds `max_bytes`."""
+
+
 class SegmentInfo(NamedTuple):
     """One kept trajectory.
 
@@ -104,7 +131,8 @@ class SegmentInfo(NamedTuple):
         group: Its group, or `NO_GROUP`.
         step: Policy step that generated it, or -1.
         first: Offset of the first token still kept; more than 0 once the prompt of a finished one was released.
-        length: Tokens ever appended; the kept text is `[first, length)`.
+        length: Tokens ever appended; the kept text is `[first, length)`. Offsets count from the segment's beginning,
+            also for text of another replica that does not begin with the trajectory.
         live: Still running, so never evicted.
         frozen: Text was refused because live trajectories alone exceed `max_bytes`; no drafts any more.
     """
@@ -118,8 +146,8 @@ class SegmentInfo(NamedTuple):
 
 
 def stable_id(name: str) -> int:
-    """Key or group number of a name (trajectory id, prompt hash), the same in every process; in [0, 2**63)."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+    """Key or group number of a name (trajectory id, prompt hash), the same in every process; in [0, 2**60)."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 4
 
 
 def match_bucket(match_length: int) -> int:
@@ -128,7 +156,7 @@ def match_bucket(match_length: int) -> int:
 
 
 class HistoryIndex:
-    """Native index. Keys and groups are int64 in [0, 2**63); see `stable_id`.
+    """Native index. Keys are in [0, 2**60), groups in [0, 2**63) or `NO_GROUP`; see `stable_id`.
 
     Bad arguments raise ValueError naming argument, value and expectation, and change nothing; an unknown key raises
     KeyError. Token arrays are int32, one-dimensional; other integer arrays and sequences are converted.
@@ -209,7 +237,8 @@ class HistoryIndex:
     def common_prefix(self, key: int, context: npt.ArrayLike) -> int:
         """Tokens that a re-sent context and the segment have in common, from the first one on.
 
-        Equal to the segment's length unless the agent loop edited its context. About 1 us per 4,000 tokens.
+        Equal to the segment's length unless the agent loop edited its context. About 1 us per 4,000 tokens. 0 when
+        the segment's beginning is not kept (it finished).
         """
         return self._native.common_prefix(key, _tokens(context))
 
@@ -239,6 +268,10 @@ class HistoryIndex:
         """End a live segment: it may be evicted from now on, and its prompt is released."""
         self._native.finish(key)
 
+    def retire(self, key: int) -> None:
+        """Finish a segment, if it is live, and keep its text under a key of its own: the key is free for a new one."""
+        self._native.retire(key)
+
     def drop(self, key: int) -> None:
         """Forget a segment, live or finished. Its memory is released by the next `collect`."""
         self._native.drop(key)
@@ -263,6 +296,32 @@ class HistoryIndex:
             True when nothing is left to do.
         """
         return self._native.collect(-1.0 if max_ms is None else max_ms)
+
+    def take_new(self, max_tokens: int) -> Deltas:
+        """Text of this replica's segments that was not taken before, for other replicas; no GIL.
+
+        A prompt is not shared, except for its last `max_match_tokens`: siblings elsewhere have it themselves.
+        """
+        return Deltas(*self._native.take_new(max_tokens))
+
+    def resend(self, key: int, start: int) -> bool:
+        """Have `take_new` give a segment's text again from this offset on; False when that is not kept."""
+        return self._native.resend(key, start)
+
+    def ingest(self, deltas: Deltas) -> Int32s:
+        """Take in text of another replica, without the GIL, behind the decode path, in slices of under 1 ms.
+
+        It never touches segments of this replica, even of the same key. Overlaps and duplicates are skipped; a row
+        that does not continue what is known of its key begins a new segment, and the text before stays.
+
+        Returns:
+            int32[rows] of `INGESTED`.
+        """
+        return self._native.ingest(*deltas)
+
+    def restore(self, group: int, step: int, tokens: npt.ArrayLike) -> int:
+        """Add the text of a finished segment of an earlier process; returns the key that it got."""
+        return self._native.restore(group, step, _tokens(tokens))
 
     def __contains__(self, key: int) -> bool:
         return self._native.contains(key)

@@ -20,6 +20,10 @@ enum Source { kOwn = 0, kSiblings = 1, kEarlierSteps = 2, kGlobal = 3 };
 constexpr int kNumSources = 4;
 enum Chain { kOwnChain = 0, kGroupChain = 1, kGlobalChain = 2 };
 constexpr int64_t kNoGroup = -1;
+// Keys of callers are below; above are text of other replicas (key | kRemoteKeys) and retired text.
+constexpr int64_t kKeyEnd = int64_t{1} << 60;
+constexpr int64_t kRetiredKeys = int64_t{1} << 60;
+constexpr int64_t kRemoteKeys = int64_t{1} << 61;
 constexpr int kMaxGram = 8;       // largest min_match
 constexpr int kMaxContext = 256;  // largest max_match_tokens
 
@@ -45,10 +49,15 @@ struct Segment {
     int64_t key = 0, group = kNoGroup, step = -1;
     uint64_t uid = 0;        // order of begin()
     uint64_t last_used = 0;  // tick of the latest draft that came from here
+    // Offsets into the text of this segment, which begins at offset `origin` of the trajectory.
     int64_t length = 0;
     int64_t first = 0;        // kept text is [first, length)
     int64_t shared_from = 0;  // positions before are in the own chain only
+    int64_t sent = 0;         // other replicas know [shared_from, sent)
+    int64_t origin = 0;
     bool alive = false, live = false, frozen = false;
+    bool remote = false;     // another replica generates it
+    bool end_sent = false;   // other replicas know that it finished
     std::array<uint64_t, kNumChains> salt{};
     std::array<int64_t, kNumChains> indexed{};  // entries in each chain
     std::vector<uint32_t> pages;                // 0 where released
@@ -61,6 +70,14 @@ struct Drafts {
     std::vector<int32_t> match_length, source, votes;
     std::vector<float> score;
 };
+
+// New text on its way to another replica, row by row.
+struct Deltas {
+    std::vector<int64_t> key, group, step, start, offsets{0};
+    std::vector<uint8_t> finished;
+    std::vector<int32_t> tokens;
+};
+enum class Ingested : int32_t { kApplied = 0, kDuplicate = 1, kGap = 2, kConflict = 3, kRefused = 4 };
 
 struct Stats {
     int64_t bytes, tokens, segments, live_segments, live_tokens, evicted_segments, evicted_tokens, refused_tokens,
@@ -85,9 +102,25 @@ public:
     const Segment& segment(int64_t key) const;
     bool contains(int64_t key) const { return slots_.count(key) != 0; }
     std::vector<int64_t> keys() const;
+    // Text offset of the first difference, `count` when there is none.
+    int64_t compare(const Segment& segment, int64_t at, const int32_t* tokens, int64_t count) const;
     void copy_text(const Segment& segment, int64_t start, int64_t end, int32_t* out) const;
     Stats stats() const;
     int64_t bytes() const;
+
+    // exchange.cpp
+    // Text of own segments that was not taken yet, at most `max_tokens`; only whole rows are left for the next call.
+    void take_new(int64_t max_tokens, Deltas& out);
+    // Take again from this offset of the trajectory; false when it is not kept.
+    bool resend(int64_t key, int64_t from);
+    // Makes room for one row of another replica's text; the last `fresh` of its tokens are then to be appended. Text that
+    // does not continue what is known begins a new segment.
+    Ingested prepare_ingest(int64_t key, int64_t group, int64_t step, int64_t start, const int32_t* tokens,
+                            int64_t count, int64_t& fresh);
+    // The segment lives on, finished, under a key of its own.
+    void retire(int64_t key);
+    // An empty segment for text that was saved; its key.
+    int64_t begin_restored(int64_t group, int64_t step);
 
     // draft.cpp
     void set_acceptance(const float* table) {
@@ -128,6 +161,7 @@ private:
     void split(int chain, int count);
     bool merge_one(int chain);
 
+    int64_t retired_key() { return kRetiredKeys + static_cast<int64_t>(retired_++); }
     Segment& live_segment(int64_t key);
     uint32_t slot_of(int64_t key) const;
     bool room_for_page() const { return bytes() < options.max_bytes + options.max_bytes / 4; }
@@ -149,7 +183,8 @@ private:
     std::unordered_map<int64_t, uint32_t> slots_;
     std::vector<float> acceptance_;
     int64_t current_step_ = -1;
-    uint64_t next_uid_ = 0, tick_ = 0;
+    uint64_t next_uid_ = 0, tick_ = 0, retired_ = 0;
+    uint32_t take_at_ = 0;  // slot that take_new() looks at next
     int64_t tokens_ = 0, live_tokens_ = 0, live_segments_ = 0, page_list_bytes_ = 0;
     int64_t evicted_segments_ = 0, evicted_tokens_ = 0, refused_tokens_ = 0, drafts_ = 0, drafted_tokens_ = 0;
 

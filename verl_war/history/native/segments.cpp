@@ -75,7 +75,7 @@ void Index::begin(int64_t key, int64_t group, int64_t step, int64_t prompt_token
     segment.step = step;
     segment.uid = next_uid_++;
     segment.last_used = ++tick_;
-    segment.shared_from = std::max<int64_t>(0, prompt_tokens - options.max_match_tokens);
+    segment.shared_from = segment.sent = std::max<int64_t>(0, prompt_tokens - options.max_match_tokens);
     segment.alive = segment.live = true;
     segment.salt = {salt_of(kOwnChain, segment.uid), salt_of(kGroupChain, static_cast<uint64_t>(group)),
                     salt_of(kGlobalChain, 0)};
@@ -88,19 +88,17 @@ int64_t Index::check_extend(int64_t key, int64_t start, const int32_t* tokens, i
     const std::string name = "key=" + number(key);
     if (!segment.live) throw std::invalid_argument(name + " is finished; expected a live segment");
     if (start == -1 || segment.frozen) return 0;
-    if (start < 0 || start > segment.length) {
-        throw std::invalid_argument("start=" + number(start) + " of " + name + " leaves a gap: expected 0 to " +
-                                    number(segment.length) + ", the length that is known");
+    const int64_t end = segment.origin + segment.length;
+    if (start < segment.origin || start > end) {
+        throw std::invalid_argument("start=" + number(start) + " of " + name + " leaves a gap: expected " +
+                                    number(segment.origin) + " to " + number(end) + ", the length that is known");
     }
-    const int64_t known = std::min(segment.length - start, count);
-    for (int64_t i = 0; i < known; ++i) {
-        const int64_t at = start + i;
-        const int32_t token = arena_.page(segment.pages[at >> kPageShift]).token[at & (kPageTokens - 1)];
-        if (token != tokens[i]) {
-            throw std::invalid_argument("tokens[" + number(i) + "]=" + number(tokens[i]) + " of " + name +
-                                        " differs from the token known at offset " + number(at) + " (" +
-                                        number(token) + "): the context was edited; drop() and begin() again");
-        }
+    const int64_t known = std::min(end - start, count);
+    const int64_t same = compare(segment, start - segment.origin, tokens, known);
+    if (same < known) {
+        throw std::invalid_argument("tokens[" + number(same) + "]=" + number(tokens[same]) + " of " + name +
+                                    " differs from the token known at offset " + number(start + same) +
+                                    ": the context was edited; drop() and begin() again");
     }
     return known;
 }
@@ -144,19 +142,20 @@ void Index::append(int64_t key, const int32_t* tokens, int64_t count) {
 
 int64_t Index::common_prefix(int64_t key, const int32_t* tokens, int64_t count) const {
     const Segment& kept = segment(key);
-    if (kept.first > 0) {
-        throw std::invalid_argument("key=" + number(key) + " is finished and its prompt was released; expected a live"
-                                    " segment");
+    if (kept.first > 0 || kept.origin > 0) return 0;
+    return compare(kept, 0, tokens, std::min(count, kept.length));
+}
+
+int64_t Index::compare(const Segment& segment, int64_t begin, const int32_t* tokens, int64_t count) const {
+    for (int64_t i = 0; i < count;) {
+        const int64_t at = begin + i;
+        const int32_t* page = arena_.page(segment.pages[at >> kPageShift]).token;
+        const int64_t from = at & (kPageTokens - 1), here = std::min<int64_t>(count - i, kPageTokens - from);
+        const int32_t* differs = std::mismatch(page + from, page + from + here, tokens + i).first;
+        i += differs - (page + from);
+        if (differs != page + from + here) return i;
     }
-    const int64_t end = std::min(count, kept.length);
-    for (int64_t at = 0; at < end;) {
-        const int32_t* page = arena_.page(kept.pages[at >> kPageShift]).token;
-        const int64_t stop = std::min<int64_t>(end, (at | (kPageTokens - 1)) + 1);
-        for (; at < stop; ++at) {
-            if (page[at & (kPageTokens - 1)] != tokens[at]) return at;
-        }
-    }
-    return end;
+    return count;
 }
 
 void Index::finish(int64_t key) {
