@@ -109,11 +109,12 @@ class WorkloadManager:
         self._peaks.setdefault(replica_id, _ReplicaPeaks())
         return self._drain(now_s)
 
-    def on_replica_down(self, replica_id: str, now_s: float) -> list[Placement]:
-        """A replica left the pool; what its cache held is not counted on any more.
+    def on_replica_down(self, replica_id: str, now_s: float, is_lost: bool = False) -> list[Placement]:
+        """A replica left the pool, or broke if `is_lost`; what its cache held is not counted on any more.
 
         When it was the last one, held turns go on waiting for another.
         """
+        self._stats.replicas_lost += is_lost
         self._stock.remove_replica(replica_id)
         self._cache_view.drop(replica_id)
         for conversation in self._fleet.remove_replica(replica_id):
@@ -214,8 +215,10 @@ class WorkloadManager:
             self._scheduler.control(replica, now_s)
         return self._drain(now_s)
 
-    def on_snapshot_missing(self, replica_id: str, now_s: float) -> list[Placement]:
-        """A replica's readings are overdue: until the next ones, admission keeps a wider margin on it."""
+    def on_snapshot_missing(self, replica_id: str, now_s: float, is_rejected: bool = False) -> list[Placement]:
+        """A replica's readings are overdue, or make no sense: until the next, admission keeps a wider margin on it."""
+        self._stats.snapshots_missing += 1
+        self._stats.snapshots_rejected += is_rejected
         self._fleet.replicas[replica_id].is_stale = True
         return self._drain(now_s)
 

@@ -36,6 +36,9 @@ METRICS: dict[str, tuple[str, str]] = {
     "war/rollout_t90_s": ("s", "first begin until 90% of them had ended"),
     "war/imbalance": ("ratio", "busiest replica's computed tokens (prefill + decode) over the mean of all"),
     "war/preemptions": ("count", "requests preempted by the engines of the pool, validation included"),
+    "war/replicas_lost": ("count", "replicas that left the pool because they broke"),
+    "war/snapshots_missing": ("count", "readings of engines that were overdue or refused"),
+    "war/snapshots_rejected": ("count", "of these, refused because their numbers cannot be"),
     "war/router_decision_p50_us": ("us", "time of one placement decision, validation included, median"),
     "war/router_decision_p99_us": ("us", "the same, 99th percentile"),
     "war/replica/{i}/trusted_share": ("ratio", "share of its KV capacity that admission fills"),
@@ -66,6 +69,9 @@ class StepStats:
     turns_overdue: int = 0
     move_saving_s: float = 0.0
     preemptions: int = 0
+    replicas_lost: int = 0
+    snapshots_missing: int = 0
+    snapshots_rejected: int = 0
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
     prompt_tokens_believed: int = 0
@@ -131,6 +137,9 @@ class StepStats:
             "war/move_saving_s": self.move_saving_s,
             "war/turns_moved": self.turns_moved,
             "war/preemptions": self.preemptions,
+            "war/replicas_lost": self.replicas_lost,
+            "war/snapshots_missing": self.snapshots_missing,
+            "war/snapshots_rejected": self.snapshots_rejected,
             "war/prompt_tokens": self.prompt_tokens,
             "war/prompt_tokens_cached": self.prompt_tokens_cached,
             "war/prompt_tokens_recomputed": self.prompt_tokens - self.prompt_tokens_cached,
