@@ -52,16 +52,16 @@ class Pair:
 
     def extend(self):
         keys = self.rng.sample(self.live(), min(len(self.live()), 5))
-        rows = [self.some_text(20) for _ in keys]
-        overlaps = [self.rng.choice([0, 0, min(3, len(self.reference.texts[key].tokens))]) for key in keys]
-        given = [self.reference.texts[k].tokens[len(self.reference.texts[k].tokens) - o :] for k, o in zip(keys, overlaps)]
-        starts = [len(self.reference.texts[key].tokens) - overlap for key, overlap in zip(keys, overlaps)]
-        sent = [known + row for known, row in zip(given, rows)]
+        rows, sent, starts = [self.some_text(20) for _ in keys], [], []
+        for key, row in zip(keys, rows, strict=True):
+            known = self.reference.texts[key].tokens
+            overlap = self.rng.choice([0, 0, min(3, len(known))])
+            starts.append(len(known) - overlap)
+            sent.append(known[len(known) - overlap :] + row)
+            self.reference.extend(key, row)
         offsets = np.cumsum([0] + [len(row) for row in sent])
         flat = np.array([token for row in sent for token in row], np.int32)
         self.native.extend_batch(np.array(keys, np.int64), np.array(starts, np.int64), offsets, flat)
-        for key, row in zip(keys, rows):
-            self.reference.extend(key, row)
 
     def finish(self):
         if len(self.live()) > 2:

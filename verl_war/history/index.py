@@ -120,8 +120,8 @@ class Deltas(NamedTuple):
 
 
 INGESTED: tuple[str, ...] = ("applied", "duplicate", "gap", "conflict", "refused")
-"""What became of a row: appended; known already; new segment because text before it is missing; new segment because it
-differs from what was known; not kept because live text alone exceeds `max_bytes`."""
+"""What became of a row: appended; known already, or from before what is known; new segment because text before it is
+missing; new segment because it differs from what was known; not kept because live text alone exceeds `max_bytes`."""
 
 
 class SegmentInfo(NamedTuple):
