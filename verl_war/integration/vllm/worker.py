@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from verl_war.integration.vllm.proposer import Drafter, drafter_of
+from verl_war.integration.vllm.proposer import drafter_of
 from verl_war.patches import registry
+
+if TYPE_CHECKING:
+    from verl_war.integration.vllm.speculation_drafter import Drafter
 
 
 class SpeculationCalls:
