@@ -101,9 +101,9 @@ QUANTITIES: tuple[Quantity, ...] = (
     ),
     Quantity(
         name="generated tokens",
-        source="war/completion_tokens; stock verl logs no such number",
+        source="perf/generated_tokens, which the patch verl_generated_tokens adds for all arms",
         aggregate="total",
-        per_step=_logged("war/completion_tokens"),
+        per_step=_logged("perf/generated_tokens"),
     ),
     Quantity(
         name="turns of a trajectory, mean",

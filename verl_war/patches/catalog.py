@@ -1,6 +1,7 @@
 """Every patch of verl_war, in the order in which they are armed. Nothing else assigns to upstream names."""
 
 from verl_war.patches import (
+    verl_generated_tokens,
     verl_launch_check,
     verl_offload_policy,
     verl_poll_interval,
@@ -27,6 +28,7 @@ PATCHES: tuple[Patch, ...] = (
     verl_launch_check.PATCH,
     verl_poll_interval.PATCH,
     verl_step_metrics.PATCH,
+    verl_generated_tokens.PATCH,
     vllm_stat_logger.PATCH,
     vllm_suffix_proposer.PATCH,
     vllm_draft_cliff.PATCH,
