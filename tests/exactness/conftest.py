@@ -34,7 +34,10 @@ def drafter(engine):
     from verl_war.integration.vllm.speculation import Speculation
 
     drafter = drafter_of(engines.runner_of(engine))
-    limits = SpeculationLimits(mode="always", max_draft_tokens=engines.MAX_DRAFT_TOKENS)
+    # The watchdog would notice most broken verifiers, too; here the tests shall.
+    limits = SpeculationLimits(
+        mode="always", max_draft_tokens=engines.MAX_DRAFT_TOKENS, watchdog_min_tokens=1_000_000_000
+    )
     drafter.speculation = Speculation(HistoryIndex(vocab_size=1536), limits)
     drafter.disabled, drafter.faults = "", 0
     return drafter

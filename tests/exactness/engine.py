@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +45,7 @@ def make_engine(war=None, **options):
             "max_num_seqs": 128,
             "max_num_batched_tokens": 2048,
             "block_size": 32,
-            "num_gpu_blocks_override": 448,
+            "num_gpu_blocks_override": 320,  # few enough that requests are preempted
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": -1,
             "seed": 0,
@@ -66,15 +68,13 @@ def runner_of(engine):
 
 
 def generate(engine, prompts, params, trajectories=None):
-    """Token ids and log-probs of every prompt; ``params`` are keyword arguments, for all or one for each."""
+    """Token ids and log-probs of every prompt; ``params`` are keyword arguments of `SamplingParams`."""
     from vllm import SamplingParams
 
-    if isinstance(params, dict):
-        params = [params] * len(prompts)
     sampling = []
-    for i, given in enumerate(params):
+    for i in range(len(prompts)):
         extra = {} if trajectories is None else {"extra_args": {"war": {"trajectory": trajectories[i], "step": 0}}}
-        sampling.append(SamplingParams(**{"logprobs": 0} | given | extra))
+        sampling.append(SamplingParams(**{"logprobs": 0} | params | extra))
     outputs = engine.generate([{"prompt_token_ids": list(p)} for p in prompts], sampling, use_tqdm=False)
     answers = []
     for output in outputs:
@@ -83,7 +83,9 @@ def generate(engine, prompts, params, trajectories=None):
         answers.append(
             {
                 "tokens": list(answer.token_ids),
-                "logprobs": [position[token].logprob for position, token in zip(answer.logprobs, answer.token_ids)],
+                "logprobs": [
+                    position[token].logprob for position, token in zip(answer.logprobs, answer.token_ids, strict=True)
+                ],
                 "finish": answer.finish_reason,
                 "stop": answer.stop_reason,
                 "text": answer.text,
@@ -94,8 +96,6 @@ def generate(engine, prompts, params, trajectories=None):
 
 def conversations(tokenizer, count=8):
     """Contexts of agent conversations with quoted files: what the policy was trained on, cut at various places."""
-    import random
-
     words = "parse load value index config result total buffer token limit".split()
     rng = random.Random(7)
     contexts = []
@@ -136,6 +136,10 @@ CASES = {
     "min tokens": {"temperature": 0.0, "max_tokens": 40, "min_tokens": 15},
     "bad words": GREEDY | {"bad_words": ["return", "def"]},
     "allowed tokens": GREEDY | {"allowed_token_ids": list(range(40, 400))},
+    "stop string": GREEDY | {"stop": ["x)", "value"]},
+    "stop string kept": GREEDY | {"stop": ["return", "x)"], "include_stop_str_in_output": True},
+    "stop string after some": GREEDY | {"stop": ["x", "e"], "min_tokens": 7},
+    "stop tokens": GREEDY | {"stop_token_ids": list(range(300, 420))},
 }
 STRUCTURED = {"structured_outputs": {"regex": r"[a-z]{3} = [0-9]{2,4}(, [a-z]{3} = [0-9]{2,4}){2}"}}
 
@@ -157,7 +161,7 @@ def ask_everything(engine):
     answers["short prompts"] = generate(engine, [[5], [7, 7], contexts[0][:3]], GREEDY)
     long = [(contexts[0] * 9)[: MAX_MODEL_LEN - left] for left in (1, 2, 9, 30)]
     answers["end of the context"] = generate(engine, [*contexts[:4], *long], GREEDY | {"max_tokens": 60})
-    answers["preempted"] = generate(engine, [(c * 9)[:350] for c in contexts * 6], GREEDY | {"max_tokens": 150})
+    answers["preempted"] = generate(engine, [(c * 9)[:350] for c in contexts * 8], GREEDY | {"max_tokens": 150})
     return answers
 
 
@@ -167,8 +171,6 @@ def reference_answers():
         "import json, sys; from tests.exactness import engine as e\n"
         "json.dump(e.ask_everything(e.make_engine()), open(sys.argv[1], 'w'))"
     )
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answers.json"
         done = subprocess.run(

@@ -68,6 +68,7 @@ class Speculation:
         self._rows: list[LiveRequest | None] = []
         self._live: dict[str, LiveRequest] = {}
         self._limit_tokens = np.zeros(0, dtype=np.int64)
+        self._free_tokens = np.zeros(0, dtype=np.int64)
         self._pending: dict[str, tuple[int, int]] = {}
         self._entered_s = 0.0
         self._steady = False
@@ -179,6 +180,7 @@ class Speculation:
                 self._live[req_id] = request
             self._rows.append(request)
         self._limit_tokens = np.array([0 if r is None else r.limit_tokens for r in self._rows], dtype=np.int64)
+        self._free_tokens = np.array([0 if r is None else r.free_tokens for r in self._rows], dtype=np.int64)
 
     def _measure(self, step: StepInput, rows: int, now: float, same: bool) -> None:
         """Count what the step accepted and how long it took."""
@@ -220,7 +222,9 @@ class Speculation:
         if not rows:
             return
         at = np.asarray(rows)
-        room = self._limit_tokens[at] - step.num_tokens[at] - 1
+        now_tokens = step.num_tokens[at]
+        ends = np.where(now_tokens < self._free_tokens[at], self._free_tokens[at], self._limit_tokens[at])
+        room = np.minimum(ends, self._limit_tokens[at]) - now_tokens - 1
         max_tokens = np.clip(room, 0, limit).astype(np.int32)
         requests = [self._rows[row] for row in rows]
         batch, kinds = self.look_up(requests, max_tokens)  # type: ignore[arg-type]

@@ -137,4 +137,5 @@ class Drafter:
             prompt=np.array(batch.token_ids_cpu[row, :prompt_tokens], dtype=np.int32),
             outputs=state.output_token_ids,
             limit_tokens=limit,
+            free_tokens=prompt_tokens + params.min_tokens,
         )

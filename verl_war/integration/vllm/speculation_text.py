@@ -51,6 +51,9 @@ class LiveRequest:
         prompt: Context that was sent.
         outputs: The model runner's own list of generated tokens: it grows by itself, and outlives the request.
         limit_tokens: Longest context that the request can reach.
+        free_tokens: Context length from which the request may end (`min_tokens`). No draft reaches over it: vLLM bans
+            the end also from the token behind the drafts (`MinTokensLogitsProcessor.apply`, 0.27.1), which would
+            change what is sampled there.
         key: Segment in the index, -1 before there is one.
         known: Tokens of this context that the segment holds.
         refused: The index does not take this text; the request gets no drafts.
@@ -62,6 +65,7 @@ class LiveRequest:
     prompt: npt.NDArray[np.int32]
     outputs: list[int]
     limit_tokens: int
+    free_tokens: int = 0
     key: int = -1
     known: int = 0
     refused: bool = False

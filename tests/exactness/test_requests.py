@@ -1,0 +1,160 @@
+"""What a speculating engine refuses, survives and reports."""
+
+import logging
+
+import pytest
+
+from tests.exactness import engine as engines
+
+pytestmark = pytest.mark.upstream
+
+
+@pytest.fixture
+def contexts(engine):
+    return engines.conversations(engine.get_tokenizer())
+
+
+def tokens_of(answers):
+    return [answer["tokens"] for answer in answers]
+
+
+def stats(engine):
+    (report,) = engine.collective_rpc("war_speculation_stats")
+    return report
+
+
+@pytest.mark.parametrize("params", [{"min_p": 0.1}, {"logit_bias": {5: 1.0}}])
+def test_what_vllm_does_not_verify_is_refused(engine, contexts, params):
+    with pytest.raises(ValueError, match="not yet supported with speculative decoding"):
+        engines.generate(engine, contexts[:1], engines.GREEDY | params)
+    assert engines.generate(engine, contexts[:1], engines.GREEDY)
+
+
+def test_custom_logits_processors_are_refused_at_launch(engine):
+    import torch
+    from vllm.v1.sample.logits_processor import build_logitsprocs
+    from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
+
+    with pytest.raises(ValueError, match="speculative decoding"):
+        build_logitsprocs(
+            engine.llm_engine.vllm_config, torch.device("cpu"), False, False, custom_logitsprocs=[MinPLogitsProcessor]
+        )
+
+
+@pytest.mark.parametrize("error", [RuntimeError("corrupt index"), MemoryError("no memory"), KeyError(5)])
+@pytest.mark.parametrize("method", ["draft_batch", "begin", "stats"])
+def test_an_error_in_drafting_costs_no_tokens(engine, drafter, contexts, reference, caplog, monkeypatch, error, method):
+    from verl_war.history.index import HistoryIndex
+
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(HistoryIndex, method, fail)
+    caplog.set_level(logging.INFO, logger="verl_war")
+    assert tokens_of(engines.generate(engine, contexts, engines.GREEDY)) == tokens_of(reference["greedy"])
+    monkeypatch.undo()
+    report = stats(engine)
+    if method == "draft_batch":
+        assert report["faults"] == 1 and str(error) in report["disabled"]
+        (record,) = [r for r in caplog.records if "error in drafting" in r.getMessage()]
+        assert record.exc_info and "on -> off" in record.getMessage()
+        engine.collective_rpc("war_set_speculation", args=({"mode": "always"},))
+    assert tokens_of(engines.generate(engine, contexts, engines.GREEDY)) == tokens_of(reference["greedy"])
+    assert stats(engine)["disabled"] == "" and stats(engine)["faults"] == (method == "draft_batch")
+    assert stats(engine)["drafted_tokens"] > 0 or method == "begin"
+
+
+def test_limits_change_at_the_next_step_and_off_means_off(engine, drafter, contexts):
+    calls = []
+    look_up = drafter.speculation.index.draft_batch
+    drafter.speculation.index.draft_batch = lambda *a: calls.append(a) or look_up(*a)
+    engine.collective_rpc("war_set_speculation", args=({"mode": "off"},))
+    engines.generate(engine, contexts, engines.GREEDY)
+    assert not calls and stats(engine)["lookups"] == 0 and stats(engine)["mode"] == "off"
+    engine.collective_rpc("war_set_speculation", args=({"mode": "always", "max_draft_tokens": 3},))
+    engines.generate(engine, contexts, engines.GREEDY)
+    assert calls and max(int(max_tokens.max()) for _, max_tokens, _ in calls) == 3
+    with pytest.raises(ValueError, match="max_draft_tokens=-1 must be between"):
+        engine.collective_rpc("war_set_speculation", args=({"max_draft_tokens": -1},))
+    assert drafter.speculation.limits.max_draft_tokens == 3
+
+
+def test_a_request_at_the_end_of_its_context_leaves_the_others_their_drafts(engine, drafter, contexts, monkeypatch):
+    import torch
+
+    runner = engines.runner_of(engine)
+    given = []
+    copy = runner._copy_draft_token_ids_to_cpu
+    monkeypatch.setattr(
+        runner, "_copy_draft_token_ids_to_cpu", lambda *a, **k: given.append(runner._draft_token_ids) or copy(*a, **k)
+    )
+    long = (contexts[0] * 9)[: engines.MAX_MODEL_LEN - 20]
+    engines.generate(engine, [long, *contexts], engines.GREEDY | {"max_tokens": 200})
+    assert not any(torch.is_tensor(drafts) for drafts in given), "zero drafts for every row"
+    assert stats(engine)["accepted_tokens"] > 200
+
+
+def test_requests_are_preempted_in_these_tests(engine, drafter, contexts, monkeypatch):
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    preempted = []
+    preempt = scheduler._preempt_request
+    monkeypatch.setattr(scheduler, "_preempt_request", lambda *a, **k: preempted.append(a) or preempt(*a, **k))
+    prompts = [(context * 9)[:350] for context in contexts * 8]
+    engines.generate(engine, prompts, engines.GREEDY | {"max_tokens": 150})
+    assert preempted and stats(engine)["restarted_segments"] == 0
+
+
+def test_requests_aborted_between_steps(engine, drafter, contexts, reference):
+    from vllm import SamplingParams
+
+    core = engine.llm_engine
+    for i, context in enumerate(contexts):
+        core.add_request(f"a{i}", {"prompt_token_ids": context}, SamplingParams(**engines.GREEDY))
+    for _ in range(4):
+        core.step()
+    core.abort_request([f"a{i}" for i in range(0, len(contexts), 2)])
+    answers = {}
+    while core.has_unfinished_requests():
+        for output in core.step():
+            if output.finished:
+                answers[output.request_id] = list(output.outputs[0].token_ids)
+    left = range(1, len(contexts), 2)
+    assert [answers[f"a{i}"] for i in left] == [reference["greedy"][i]["tokens"] for i in left]
+    assert stats(engine)["disabled"] == ""
+
+
+def test_reports_are_plain_numbers_and_words(engine, drafter, contexts):
+    engines.generate(engine, contexts, engines.GREEDY)
+    report = stats(engine)
+    assert all(isinstance(value, (int, float, str)) for value in report.values())
+    assert report["index_bytes"] > 0 and report["index_tokens"] > 0 and report["steps"] > 0
+    assert report["drafted_tokens"] == sum(
+        report[f"source/{name}/drafted_tokens"] for name in ("own", "siblings", "earlier_steps", "global")
+    )
+
+
+def test_calls_on_an_engine_without_speculation():
+    from types import SimpleNamespace
+
+    from verl_war.integration.vllm.worker import SpeculationCalls
+
+    calls = SpeculationCalls()
+    calls.model_runner = SimpleNamespace()
+    assert calls.war_speculation_stats() is None
+    calls.war_policy_step(3, 2)
+    calls.war_end_trajectories(["t"])
+    with pytest.raises(RuntimeError, match="has no WAR speculation"):
+        calls.war_set_speculation({})
+
+
+def test_wrong_engine_settings_are_refused_at_launch(engine):
+    from verl_war.integration.vllm.speculation_drafter import Drafter
+
+    config = engine.llm_engine.vllm_config
+    for settings, message in [
+        ({"history_bytes": 5}, "at least 1 MiB"),
+        ({"drafts": 5}, "unknown speculation parameter drafts=5"),
+        ({"mode": "sometimes"}, "must be one of"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Drafter(config, settings)
