@@ -8,6 +8,8 @@ from collections.abc import Sequence
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("verl_war.doctor.command", "check packages, patches, machine and model"),
     "compare": ("verl_war.compare.command", "train with stock verl and with WAR, side by side"),
+    "simulate": ("verl_war.sim.command", "try routing and admission policies on a simulated fleet"),
+    "replay": ("verl_war.replay.command", "make the decisions of a recorded run again, and explain them"),
 }
 """Name -> module with ``add_arguments(parser)`` and ``run(options) -> exit status``, and one line of help."""
 

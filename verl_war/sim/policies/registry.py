@@ -1,0 +1,89 @@
+"""All policies of the simulator by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from verl_war.sim.policies import war
+from verl_war.sim.policies.base import Policy, PolicyContext
+from verl_war.sim.policies.clairvoyant import Clairvoyant, Strategy
+from verl_war.sim.policies.routing import DynamoLike, KvcAwareLike, LeastLive, Margin, RoundRobin, SmgCacheAware
+from verl_war.sim.policies.thunderagent import ThunderAgentLike
+
+Factory = Callable[[PolicyContext], Policy]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """A policy that can be simulated.
+
+    Attributes:
+        factories: What to run; with several, the one with the least makespan counts.
+        host_tier: Whether its replicas keep evicted KV in host memory.
+    """
+
+    name: str
+    summary: str
+    factories: tuple[Factory, ...]
+    host_tier: bool = False
+
+
+STRATEGIES = (
+    Strategy(fraction=0.8),
+    Strategy(fraction=0.88),
+    Strategy(fraction=0.95),
+    Strategy(fraction=0.95, longest_first=False),
+)
+"""Clairvoyant schedules that the upper bound is the best of: longest first won at 0.8 to 0.95 of the KV at all
+loads from 64 on; shortest first is there for workloads without a tail."""
+
+
+def _manager(settings: dict[str, object]) -> tuple[Factory, ...]:
+    return (partial(war.workload_manager, settings=settings),)
+
+
+_SPECS = (
+    PolicySpec("stock", "stock verl: sticky, first turn to the fewest requests in flight", _manager(war.STOCK)),
+    PolicySpec("round_robin", "every turn to the next replica", (RoundRobin,)),
+    PolicySpec("least_live", "sticky, first turn to the fewest live trajectories", (LeastLive,)),
+    PolicySpec("margin", "verl pull request 7435: leave home when it has over 2 more in flight", (Margin,)),
+    PolicySpec("smg_cache_aware", "SGLang model gateway: longest prefix unless imbalanced", (SmgCacheAware,)),
+    PolicySpec("dynamo_like", "NVIDIA Dynamo: blocks to prefill + active blocks", (DynamoLike,)),
+    PolicySpec("kvcaware_like", "uni-agent: home until its KV is full, then most KV left", (KvcAwareLike,)),
+    PolicySpec("thunderagent_like", "ThunderAgent: pause and resume programs by KV", (ThunderAgentLike,)),
+    PolicySpec("war", "WAR: priced placement and admission by KV fit", _manager(war.WAR)),
+    PolicySpec("war_placement_only", "WAR without admission", _manager(war.PLACEMENT)),
+    PolicySpec("war_admission_only", "WAR without priced placement", _manager(war.ADMISSION)),
+    PolicySpec("stock_offload", "stock verl, KV offloaded to the host", _manager(war.STOCK), host_tier=True),
+    PolicySpec("war_offload", "WAR, KV offloaded to the host", _manager(war.WAR), host_tier=True),
+    PolicySpec(
+        "upper_bound",
+        "best of several schedules that know all turns to come",
+        tuple(partial(Clairvoyant, strategy=strategy) for strategy in STRATEGIES),
+    ),
+)
+
+POLICIES: dict[str, PolicySpec] = {spec.name: spec for spec in _SPECS}
+
+
+def find_policies(names: str) -> list[PolicySpec]:
+    """The policies of a comma-separated list; `all` stands for all.
+
+    Raises:
+        ValueError: A name is unknown or given twice.
+    """
+    if names == "all":
+        return list(POLICIES.values())
+    found: list[PolicySpec] = []
+    for name in names.split(","):
+        if name not in POLICIES:
+            close = difflib.get_close_matches(name, POLICIES, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ValueError(f"--policies: {name!r} is unknown{hint}; expected all or some of {', '.join(POLICIES)}")
+        if POLICIES[name] in found:
+            raise ValueError(f"--policies: {name!r} is given twice; name every policy once")
+        found.append(POLICIES[name])
+    return found

@@ -1,0 +1,180 @@
+"""Policies over loads and seeds: which runs, and what they have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl_war.sim.bounds import ideal_makespan_s
+from verl_war.sim.hardware import HardwareProfile
+from verl_war.sim.policies.base import PolicyContext
+from verl_war.sim.policies.registry import POLICIES, PolicySpec
+from verl_war.sim.simulator import Fleet, Outcome, Simulator
+from verl_war.sim.trace import TrajectorySpec, read_trace
+from verl_war.sim.workload import SHAPES, SLOW_FACTOR, generate
+
+BASE = "stock"
+"""The policy that all others are compared with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """What to simulate.
+
+    Attributes:
+        loads: Trajectories per replica.
+        workload: A name of `SHAPES`, or the path of a trace, whose trajectories are the load.
+        host_kv: Host tier of the policies that have one, as a multiple of the KV capacity.
+        slowdown: Replica index -> how many times slower it is.
+        misstated_capacity: Reported KV capacity over the true one.
+        war_settings: Settings of `custom.war` to try.
+    """
+
+    hardware: HardwareProfile
+    replicas: int
+    loads: tuple[float, ...]
+    policies: tuple[PolicySpec, ...]
+    seeds: int
+    workload: str = "default"
+    host_kv: float = 4.0
+    slowdown: Mapping[int, float] = field(default_factory=dict)
+    misstated_capacity: float = 1.0
+    war_settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def trace(self) -> Path | None:
+        """The trace file, unless the workload is generated."""
+        return None if self.workload in SHAPES else Path(self.workload)
+
+    @property
+    def all_slowdowns(self) -> dict[int, float]:
+        """Slow replicas, the workload's own included."""
+        own = {0: SLOW_FACTOR} if self.workload == "one_slow" else {}
+        return own | dict(self.slowdown)
+
+    def arms(self) -> tuple[PolicySpec, ...]:
+        """The policies to run, the base first."""
+        others = tuple(spec for spec in self.policies if spec.name != BASE)
+        return (POLICIES[BASE], *others)
+
+    def count_runs(self) -> int:
+        """Simulations in all; the upper bound takes several."""
+        return len(self.loads) * self.seeds * sum(len(spec.factories) for spec in self.arms())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One policy on one workload."""
+
+    load: float
+    seed: int
+    policy: str
+    ideal_s: float
+    outcome: Outcome
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        values = {"load": self.load, "seed": self.seed, "policy": self.policy, "ideal_s": self.ideal_s}
+        return values | self.outcome.as_dict()
+
+
+def run_study(study: Study) -> Iterator[Run | None]:
+    """Run everything; yields None for a run that only contributes to a best-of, so that progress can be shown."""
+    recorded = read_trace(study.trace) if study.trace is not None else None
+    for load in study.loads:
+        for seed in range(1, study.seeds + 1):
+            count = max(1, round(load * study.replicas))
+            trajectories = recorded or generate(SHAPES[study.workload], count, seed)
+            ideal_s = ideal_makespan_s(study.hardware, study.replicas, trajectories, study.all_slowdowns)
+            work: tuple[int, int, int] | None = None
+            for spec in study.arms():
+                best: Outcome | None = None
+                for position in range(len(spec.factories)):
+                    if position:
+                        yield None
+                    outcome = simulate(study, spec, position, trajectories, seed)
+                    if best is None or outcome.makespan_s < best.makespan_s:
+                        best = outcome
+                assert best is not None
+                done = (best.turns, best.output_tokens, best.prompt_tokens)
+                assert work in (None, done), f"{spec.name} did other work than {BASE}: {done}, not {work}"
+                work = done
+                yield Run(load=load, seed=seed, policy=spec.name, ideal_s=ideal_s, outcome=best)
+
+
+def simulate(
+    study: Study, spec: PolicySpec, position: int, trajectories: tuple[TrajectorySpec, ...], seed: int
+) -> Outcome:
+    """One simulation, with the policy's factory at `position`."""
+    context = PolicyContext(study.hardware, study.replicas, seed, trajectories, study.war_settings)
+    fleet = Fleet(
+        hardware=study.hardware,
+        replicas=study.replicas,
+        host_tokens=int(study.host_kv * study.hardware.kv_capacity_tokens) if spec.host_tier else 0,
+        slowdown=study.all_slowdowns,
+        misstated_capacity=study.misstated_capacity,
+    )
+    return Simulator(fleet, trajectories, spec.factories[position](context)).run()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """One policy at one load, over the seeds. Ratios are stock's makespan over the policy's: over 1 is faster."""
+
+    load: float
+    policy: str
+    ratio_mean: float
+    ratio_least: float
+    ratio_most: float
+    makespan_s: float
+    t90_s: float
+    hit_rate: float
+    prefill_tokens: float
+    preemptions: float
+    held_s: float
+    moves: float
+    kv_demand_peak: float
+
+
+def summarise(runs: Sequence[Run]) -> list[Summary]:
+    """Means over the seeds, and the range of the ratio; `ideal` is the lower bound of the makespan."""
+    base = {(run.load, run.seed): run.outcome for run in runs if run.policy == BASE}
+    keys = dict.fromkeys((run.load, run.policy) for run in runs)
+    summaries = []
+    for load, policy in keys:
+        mine = [run for run in runs if (run.load, run.policy) == (load, policy)]
+        ratios = [base[load, run.seed].makespan_s / run.outcome.makespan_s for run in mine]
+        summaries.append(_summary(load, policy, ratios, [run.outcome for run in mine]))
+    for load in dict.fromkeys(run.load for run in runs):
+        mine = [run for run in runs if (run.load, run.policy) == (load, BASE)]
+        ratios = [run.outcome.makespan_s / run.ideal_s for run in mine]
+        ideal = _summary(load, "ideal", ratios, [run.outcome for run in mine])
+        unknown = dict.fromkeys(("t90_s", "hit_rate", "prefill_tokens", "preemptions", "held_s", "moves"), 0.0)
+        makespan_s = statistics.fmean(run.ideal_s for run in mine)
+        summaries.append(dataclasses.replace(ideal, makespan_s=makespan_s, **unknown))
+    return summaries
+
+
+def _summary(load: float, policy: str, ratios: list[float], outcomes: list[Outcome]) -> Summary:
+    def mean(name: str) -> float:
+        return statistics.fmean(getattr(outcome, name) for outcome in outcomes)
+
+    return Summary(
+        load=load,
+        policy=policy,
+        ratio_mean=statistics.fmean(ratios),
+        ratio_least=min(ratios),
+        ratio_most=max(ratios),
+        makespan_s=mean("makespan_s"),
+        t90_s=mean("t90_s"),
+        hit_rate=mean("hit_rate"),
+        prefill_tokens=mean("prefill_tokens"),
+        preemptions=mean("preemptions"),
+        held_s=mean("held_s"),
+        moves=mean("moves"),
+        kv_demand_peak=mean("kv_demand_peak"),
+    )
