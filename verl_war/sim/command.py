@@ -71,7 +71,7 @@ def simulate(study: Study, options: argparse.Namespace, stream: TextIO) -> None:
         ValueError: The study cannot be carried out.
     """
     # Imported late: the options' errors should not wait for them.
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     from verl_war.sim.plots import draw_ratios
 
@@ -222,8 +222,8 @@ def as_text(summaries: list[Summary], title: str) -> str:
     lines.append("trajectories per replica".ljust(width) + "".join(f"{load:>20g}" for load in loads))
     for name in names:
         cells = (cell[load, name] for load in loads)
-        texts = (f"{c.ratio_mean:.2f} ({c.ratio_least:.2f} - {c.ratio_most:.2f})" for c in cells)
-        lines.append(name.ljust(width) + "".join(f"{text:>20}" for text in texts))
+        ratios = (f"{c.ratio_mean:.2f} ({c.ratio_least:.2f} - {c.ratio_most:.2f})" for c in cells)
+        lines.append(name.ljust(width) + "".join(f"{text:>20}" for text in ratios))
     base = [cell[load, BASE] for load in loads]
     for label, texts in (
         ("stock's makespan, s", [f"{item.makespan_s:.0f}" for item in base]),

@@ -119,16 +119,16 @@ def _roofline(
     )
 
 
-_QWEN3_8B = {"params": 8.2e9, "layers": 36, "heads": 32, "kv_heads": 8, "head_dim": 128}
+_QWEN3_8B: dict[str, Any] = {"params": 8.2e9, "layers": 36, "heads": 32, "kv_heads": 8, "head_dim": 128}
 """config.json and model card of Qwen/Qwen3-8B: 147,456 bytes of KV per token."""
 
-_QWEN3_32B = {"params": 32.8e9, "layers": 64, "heads": 64, "kv_heads": 8, "head_dim": 128}
+_QWEN3_32B: dict[str, Any] = {"params": 32.8e9, "layers": 64, "heads": 64, "kv_heads": 8, "head_dim": 128}
 """config.json and model card of Qwen/Qwen3-32B: 262,144 bytes of KV per token."""
 
-_H100 = {"flops_per_s": 989e12, "bytes_per_s": 3.35e12, "memory_bytes": 85.5e9}
+_H100: dict[str, Any] = {"flops_per_s": 989e12, "bytes_per_s": 3.35e12, "memory_bytes": 85.5e9}
 """NVIDIA H100 SXM datasheet: dense bf16, HBM3; 79.6 GiB as the driver reports."""
 
-_H200 = {"flops_per_s": 989e12, "bytes_per_s": 4.8e12, "memory_bytes": 150.0e9}
+_H200: dict[str, Any] = {"flops_per_s": 989e12, "bytes_per_s": 4.8e12, "memory_bytes": 150.0e9}
 """NVIDIA H200 SXM datasheet: dense bf16, HBM3e; 139.8 GiB as the driver reports."""
 
 PROFILES: dict[str, HardwareProfile] = {

@@ -116,9 +116,9 @@ class PrefixCache:
 
     def match(self, path: Path, max_blocks: int) -> Match:
         """Longest prefix of a path that is cached, at most `max_blocks`."""
-        hit = idle = position = 0
+        hit = idle = 0
         complete = True
-        for position, part in enumerate(path):
+        for part in path:
             extent = self._extents.get(part.key)
             if extent is None:
                 complete = False
@@ -132,15 +132,16 @@ class PrefixCache:
         hit = min(hit, max_blocks)
         host = 0
         if self._host is not None and not complete and hit < max_blocks:
-            host = self._host_blocks(path, position, hit, max_blocks)
+            host = self._host_blocks(path, hit, max_blocks)
         return Match(hit, host, idle)
 
-    def _host_blocks(self, path: Path, position: int, hit: int, max_blocks: int) -> int:
+    def _host_blocks(self, path: Path, hit: int, max_blocks: int) -> int:
+        """Blocks behind the hit on the device that the host holds without a gap."""
         assert self._host is not None
-        reached = sum(part.blocks for part in path[:position])
+        reached = 0
         total = hit
-        for part in path[position:]:
-            held = self._host.blocks(part.key)
+        for part in path:
+            held = max(self._host.blocks(part.key), min(part.blocks, hit - reached))
             total = max(total, reached + held)
             if held < part.blocks:
                 break

@@ -21,10 +21,18 @@ def draw_ratios(summaries: Sequence[Summary], title: str, path: Path) -> None:
     for index, policy in enumerate(policies):
         mine = [summary for summary in summaries if summary.policy == policy]
         loads = [summary.load for summary in mine]
-        style = {"linestyle": "--"} if policy in ("upper_bound", "ideal") else {}
+        style = "--" if policy in ("upper_bound", "ideal") else "-"
         width = 2.5 if policy.startswith("war") else 1.2
         colour = colours(index % 20)
-        axes.plot(loads, [s.ratio_mean for s in mine], marker="o", color=colour, linewidth=width, label=policy, **style)
+        axes.plot(
+            loads,
+            [s.ratio_mean for s in mine],
+            marker="o",
+            color=colour,
+            linewidth=width,
+            label=policy,
+            linestyle=style,
+        )
         axes.fill_between(loads, [s.ratio_least for s in mine], [s.ratio_most for s in mine], color=colour, alpha=0.1)
     axes.axhline(1.0, color="black", linewidth=1, label=BASE)
     if len({summary.load for summary in summaries}) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -117,6 +118,8 @@ class Simulator:
     """
 
     def __init__(self, fleet: Fleet, trajectories: Sequence[TrajectorySpec], policy: Policy) -> None:
+        if not trajectories:
+            raise ValueError("there is no trajectory to simulate; give at least one")
         if fleet.replicas < 1:
             raise ValueError(f"replicas={fleet.replicas} must be at least 1")
         capacity = fleet.hardware.kv_capacity_tokens // BLOCK_TOKENS * BLOCK_TOKENS
@@ -164,7 +167,8 @@ class Simulator:
         """
         for name in self._names:
             self._start_all(self._policy.on_replica_up(name, 0.0), 0.0)
-        self._start_all(self._policy.on_step_begin(1, len(self._specs), 0.0), 0.0)
+        group_size = max(Counter(spec.group_id for spec in self._specs).values())
+        self._start_all(self._policy.on_step_begin(1, len(self._specs), 0.0, group_size), 0.0)
         for key, spec in enumerate(self._specs):
             self._push(spec.start_s, "arrive", key)
         for index in range(len(self._replicas)):

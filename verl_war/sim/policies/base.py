@@ -41,7 +41,9 @@ class Policy(Protocol):
 
     def on_replica_up(self, replica_id: str, now_s: float) -> Sequence[Start]: ...
     def on_replica_down(self, replica_id: str, now_s: float) -> Sequence[Start]: ...
-    def on_step_begin(self, policy_step: int, num_trajectories: int, now_s: float) -> Sequence[Start]: ...
+    def on_step_begin(
+        self, policy_step: int, num_trajectories: int, now_s: float, group_size: int = 1
+    ) -> Sequence[Start]: ...
     def on_turn(self, turn: Turn, now_s: float) -> Sequence[Start]: ...
     def on_turn_end(
         self, trajectory_id: str, session_id: str, replica_id: str, result: TurnResult, now_s: float
@@ -89,9 +91,11 @@ class RoutingPolicy(ABC):
 
     def begun(self, turn: Turn, replica_id: str) -> None:
         """Note a placed turn; for rules that keep more."""
+        del turn, replica_id
 
     def ended(self, trajectory_id: str, replica_id: str, result: TurnResult) -> None:
         """Note a turn's end; for rules that keep more."""
+        del trajectory_id, replica_id, result
 
     def fewest(self, counts: dict[str, int]) -> str:
         """The replica with the least count, ties at random."""
@@ -109,7 +113,9 @@ class RoutingPolicy(ABC):
         self.home = {key: home for key, home in self.home.items() if home != replica_id}
         return ()
 
-    def on_step_begin(self, policy_step: int, num_trajectories: int, now_s: float) -> Sequence[Start]:
+    def on_step_begin(
+        self, policy_step: int, num_trajectories: int, now_s: float, group_size: int = 1
+    ) -> Sequence[Start]:
         return ()
 
     def on_turn(self, turn: Turn, now_s: float) -> Sequence[Start]:

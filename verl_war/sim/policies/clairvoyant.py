@@ -104,7 +104,9 @@ class Clairvoyant:
             self._leave(self._trajectories[name])
         return ()
 
-    def on_step_begin(self, policy_step: int, num_trajectories: int, now_s: float) -> Sequence[Start]:
+    def on_step_begin(
+        self, policy_step: int, num_trajectories: int, now_s: float, group_size: int = 1
+    ) -> Sequence[Start]:
         return ()
 
     def on_snapshot(self, replica_id: str, snapshot: ReplicaSnapshot, now_s: float) -> Sequence[Start]:

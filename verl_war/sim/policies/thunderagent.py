@@ -69,7 +69,9 @@ class ThunderAgentLike:
                 program.replica_id = None
         return ()
 
-    def on_step_begin(self, policy_step: int, num_trajectories: int, now_s: float) -> Sequence[Start]:
+    def on_step_begin(
+        self, policy_step: int, num_trajectories: int, now_s: float, group_size: int = 1
+    ) -> Sequence[Start]:
         return ()
 
     def on_turn(self, turn: Turn, now_s: float) -> Sequence[Start]:

@@ -7,21 +7,13 @@ from typing import Any
 
 from verl_war.core.config import parse_war_config
 from verl_war.core.manager import WorkloadManager
-from verl_war.sim.policies.base import Policy, PolicyContext, Start
+from verl_war.sim.policies.base import Policy, PolicyContext
 
 STOCK: dict[str, Any] = {}
 PLACEMENT: dict[str, Any] = {"scheduling": {"enabled": True}}
 ADMISSION: dict[str, Any] = {"admission": {"enabled": True}}
 WAR: dict[str, Any] = PLACEMENT | ADMISSION
 """What a user writes under `custom.war` for each arm."""
-
-
-class SimulatedManager(WorkloadManager):
-    """The manager, with the event that the live router has no source for."""
-
-    def on_step_begin(self, policy_step: int, num_trajectories: int, now_s: float) -> list[Start]:
-        """A step begins."""
-        return []
 
 
 def workload_manager(context: PolicyContext, settings: Mapping[str, Any]) -> Policy:
@@ -40,4 +32,4 @@ def workload_manager(context: PolicyContext, settings: Mapping[str, Any]) -> Pol
             merged[group] = {**values, **(extra if enabled else {})}
         else:
             merged[group] = extra
-    return SimulatedManager(parse_war_config(merged))
+    return WorkloadManager(parse_war_config(merged))
