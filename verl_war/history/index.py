@@ -21,7 +21,7 @@ except ImportError as error:
         f"verl_war.history._native; run `pip install -e .` in the clone (needs g++): {error}"
     ) from error
 
-API_VERSION = 2
+API_VERSION = 3
 """Raised with every incompatible change of `native/`, so that an old build is noticed."""
 if _native.API_VERSION != API_VERSION:
     raise ImportError(
@@ -297,12 +297,12 @@ class HistoryIndex:
         """
         return self._native.collect(-1.0 if max_ms is None else max_ms)
 
-    def take_new(self, max_tokens: int) -> Deltas:
+    def take_new(self, max_tokens: int, max_rows: int = 1 << 31) -> Deltas:
         """Text of this replica's segments that was not taken before, for other replicas; no GIL.
 
         A prompt is not shared, except for its last `max_match_tokens`: siblings elsewhere have it themselves.
         """
-        return Deltas(*self._native.take_new(max_tokens))
+        return Deltas(*self._native.take_new(max_tokens, max_rows))
 
     def resend(self, key: int, start: int) -> bool:
         """Have `take_new` give a segment's text again from this offset on; False when that is not kept."""

@@ -129,11 +129,11 @@ class Outbox:
             self._credit_bytes = min(self._burst_bytes, self._credit_bytes + earned)
         self._credited_s = now_s
         room = min(max_bytes, self._credit_bytes) - HEADER.size
-        # A row may hold a single token: counting every token as a row keeps the bound in the worst case, and
-        # what room is left is taken in the next round.
         pieces: list[Deltas] = []
-        while (tokens := int(room // (ROW_BYTES + self._width))) > 0:
-            piece = self._index.take_new(tokens)
+        while room >= ROW_BYTES + self._width:
+            # A quarter of the room for rows: few of them leave it to the next round, many share it.
+            rows = max(1, int(room / 4 / ROW_BYTES))
+            piece = self._index.take_new(int((room - rows * ROW_BYTES) / self._width), rows)
             if not len(piece.keys):
                 break
             room -= len(piece.keys) * ROW_BYTES + len(piece.tokens) * self._width

@@ -5,18 +5,20 @@ namespace verl_war {
 
 namespace {
 
-py::tuple take_new(Index& index, int64_t max_tokens) {
-    require(max_tokens >= 0, "max_tokens=" + std::to_string(max_tokens) + " must be 0 or more");
+py::tuple take_new(Index& index, int64_t max_tokens, int64_t max_rows) {
+    require(max_tokens >= 0 && max_rows >= 0, "max_tokens=" + std::to_string(max_tokens) + " and max_rows=" +
+                                                  std::to_string(max_rows) + " must be 0 or more");
     Deltas deltas;
     {
         py::gil_scoped_release release;
         // A few rows at a time, so that the decode path never waits long.
-        while (max_tokens > 0) {
+        while (max_tokens > 0 && max_rows > 0) {
             Entered entered(index.gate, Urgency::kBulk);
             const size_t rows = deltas.key.size(), tokens = deltas.tokens.size();
-            index.take_new(std::min<int64_t>(max_tokens, 16 * kSliceTokens), deltas);
+            index.take_new(std::min<int64_t>(max_tokens, 16 * kSliceTokens), max_rows, deltas);
             if (deltas.key.size() == rows) break;
             max_tokens -= static_cast<int64_t>(deltas.tokens.size() - tokens);
+            max_rows -= static_cast<int64_t>(deltas.key.size() - rows);
         }
     }
     return py::make_tuple(to_array(deltas.key), to_array(deltas.group), to_array(deltas.step), to_array(deltas.start),
@@ -94,7 +96,11 @@ int64_t restore(Index& index, int64_t group, int64_t step, const Int32s& array) 
     }
     append_in_slices(index, key, tokens, count, Urgency::kBulk);
     Entered entered(index.gate, Urgency::kBulk);
-    index.finish(key);
+    if (index.segment(key).length == 0) {
+        index.drop(key);
+    } else {
+        index.finish(key);
+    }
     return key;
 }
 

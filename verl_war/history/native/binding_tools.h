@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <chrono>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,9 @@ namespace verl_war {
 namespace py = pybind11;
 
 constexpr int64_t kSliceTokens = 500;  // appended under one hold of the gate: about 0.1 ms
+constexpr auto kSliceTime = std::chrono::microseconds(300);
+// Eviction work per appended token when over the limit: a cycle is over before its tenth of the text has come anew.
+constexpr int64_t kUnitsPerToken = 128;
 
 void bind_exchange(py::class_<Index>& index);
 
@@ -61,14 +65,36 @@ inline void require(bool ok, const std::string& message) {
     if (!ok) throw std::invalid_argument(message);
 }
 
+// GIL released, gate not held. Evicts until nothing is left to do, or for about this long; `forced`: also when under
+// max_bytes.
+inline bool collect_in_slices(Index& index, double max_ms, bool forced) {
+    using Clock = std::chrono::steady_clock;
+    const auto begin = Clock::now();
+    while (true) {
+        {
+            Entered entered(index.gate, Urgency::kBulk);
+            const auto slice = Clock::now();
+            bool more = true;
+            while (more && Clock::now() - slice < kSliceTime) more = index.collect(4096, forced);
+            if (!more) return true;
+        }
+        const std::chrono::duration<double, std::milli> elapsed = Clock::now() - begin;
+        if (max_ms >= 0.0 && elapsed.count() >= max_ms) return false;
+    }
+}
+
 // GIL released, gate not held.
 inline void append_in_slices(Index& index, int64_t key, const int32_t* tokens, int64_t count, Urgency urgency) {
     for (int64_t done = 0; done < count;) {
         const int64_t slice = std::min(kSliceTokens, count - done);
-        Entered entered(index.gate, urgency);
-        index.append(key, tokens + done, slice);
-        index.collect(32 * slice, false);
+        {
+            Entered entered(index.gate, urgency);
+            index.append(key, tokens + done, slice);
+            index.collect(kUnitsPerToken * slice, false);
+        }
         done += slice;
+        // Nobody waits for bulk work: evict now rather than refuse text later.
+        if (urgency == Urgency::kBulk) collect_in_slices(index, -1.0, false);
     }
 }
 

@@ -2,7 +2,6 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <chrono>
 #include <memory>
 
 #include "binding_tools.h"
@@ -11,8 +10,7 @@ namespace verl_war {
 
 namespace {
 
-constexpr int kApiVersion = 2;
-constexpr auto kSliceTime = std::chrono::microseconds(300);
+constexpr int kApiVersion = 3;
 
 Urgency urgency_of(int64_t count) { return count > kSliceTokens ? Urgency::kBulk : Urgency::kDecode; }
 
@@ -43,7 +41,7 @@ int64_t extend(Index& index, int64_t key, int64_t start, const Int32s& array) {
         return guarded(index, [&] {
             const int64_t known = index.check_extend(key, start, tokens, count);
             index.append(key, tokens + known, count - known);
-            index.collect(32 * count, false);
+            index.collect(kUnitsPerToken * count, false);
             return index.segment(key).length;
         });
     }
@@ -96,7 +94,7 @@ void extend_batch(Index& index, const py::object& keys_, const py::object& start
             slice += count;
             if (offset[i] + known[i] < offset[i + 1]) break;
         }
-        index.collect(32 * slice, false);
+        index.collect(kUnitsPerToken * slice, false);
     }
 }
 
@@ -163,20 +161,8 @@ void set_acceptance(Index& index, const py::array_t<float, py::array::c_style>& 
 }
 
 bool collect(Index& index, double max_ms) {
-    using Clock = std::chrono::steady_clock;
     py::gil_scoped_release release;
-    const auto begin = Clock::now();
-    while (true) {
-        {
-            Entered entered(index.gate, Urgency::kBulk);
-            const auto slice = Clock::now();
-            bool more = true;
-            while (more && Clock::now() - slice < kSliceTime) more = index.collect(4096, true);
-            if (!more) return true;
-        }
-        const std::chrono::duration<double, std::milli> elapsed = Clock::now() - begin;
-        if (max_ms >= 0.0 && elapsed.count() >= max_ms) return false;
-    }
+    return collect_in_slices(index, max_ms, true);
 }
 
 py::array_t<int32_t> text(Index& index, int64_t key, int64_t start, int64_t end) {

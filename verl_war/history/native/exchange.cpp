@@ -5,9 +5,9 @@
 
 namespace verl_war {
 
-void Index::take_new(int64_t max_tokens, Deltas& out) {
+void Index::take_new(int64_t max_tokens, int64_t max_rows, Deltas& out) {
     const uint32_t slots = static_cast<uint32_t>(segments_.size());
-    for (uint32_t i = 0; i < slots && max_tokens > 0; ++i, ++take_at_) {
+    for (uint32_t i = 0; i < slots && max_tokens > 0 && max_rows > 0; ++i, ++take_at_) {
         if (take_at_ >= slots) take_at_ = 0;
         Segment& segment = segments_[take_at_];
         if (!segment.alive || segment.remote || segment.end_sent) continue;
@@ -27,6 +27,7 @@ void Index::take_new(int64_t max_tokens, Deltas& out) {
         segment.sent = from + count;
         segment.end_sent = ends;
         max_tokens -= count;
+        --max_rows;
     }
 }
 
@@ -59,7 +60,7 @@ Ingested Index::prepare_ingest(int64_t key, int64_t group, int64_t step, int64_t
             const int64_t at = std::max<int64_t>(start - segment.origin, 0);
             const bool same = compare(segment, at, tokens + before, known - before) == known - before;
             fresh = count - known;
-            if (same && fresh == 0) return Ingested::kDuplicate;
+            if (same && fresh == 0) return count == 0 && segment.live ? Ingested::kApplied : Ingested::kDuplicate;
             if (same && segment.live) return Ingested::kApplied;
             how = same ? Ingested::kGap : Ingested::kConflict;
             fresh = count;

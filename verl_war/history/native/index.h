@@ -109,8 +109,8 @@ public:
     int64_t bytes() const;
 
     // exchange.cpp
-    // Text of own segments that was not taken yet, at most `max_tokens`; only whole rows are left for the next call.
-    void take_new(int64_t max_tokens, Deltas& out);
+    // Text of this replica's segments that was not taken yet.
+    void take_new(int64_t max_tokens, int64_t max_rows, Deltas& out);
     // Take again from this offset of the trajectory; false when it is not kept.
     bool resend(int64_t key, int64_t from);
     // Makes room for one row of another replica's text; the last `fresh` of its tokens are then to be appended. Text that
