@@ -246,7 +246,7 @@ def test_eviction_keeps_live_text_and_evicts_the_oldest_step_then_the_least_used
         history.finish(key)
     history.begin(1000, 2, 3, text(55, 30))
     assert history.draft(1000, 4).votes == 1  # uses 55
-    for key in range(2000, 2020):
+    for key in range(2000, 2040):
         history.begin(key, 3, 3, text(key, 2000))
     history.collect()
     assert history.stats()["evicted_segments"] > 0

@@ -1,6 +1,5 @@
 """Several threads at once: nothing breaks, and the decode path is not held up."""
 
-import random
 import threading
 import time
 
@@ -51,7 +50,10 @@ def test_random_work_on_all_calls_at_once_with_eviction_all_the_time():
     next_key = iter(range(10**9))
     step = iter(range(10**9))
 
-    def decode(rng=np.random.default_rng(0), live=[]):  # noqa: B006
+    rngs, live = [np.random.default_rng(seed) for seed in range(3)], []
+
+    def decode():
+        rng = rngs[0]
         while len(live) < 8:
             live.append(next(next_key))
             history.begin(live[-1], live[-1] % 3, 0, zipf_text(rng, 100))
@@ -66,12 +68,12 @@ def test_random_work_on_all_calls_at_once_with_eviction_all_the_time():
         if history.info(live[0]).length > 1500:
             history.finish(live.pop(0))
 
-    def bulk(rng=np.random.default_rng(1)):
-        history.restore(rng.integers(0, 3), 0, zipf_text(rng, 5000))
+    def bulk():
+        history.restore(rngs[1].integers(0, 3), 0, zipf_text(rngs[1], 5000))
 
-    def age(rng=random.Random(2)):
+    def age():
         history.set_step(next(step), 10**6)
-        history.collect(rng.choice([0.0, 1.0, None]))
+        history.collect((0.0, 1.0, None)[rngs[2].integers(3)])
 
     rounds = run_for(4.0, decode, bulk, age)
     assert min(rounds) > 3
