@@ -18,6 +18,7 @@ ALLOWED = {
     "core": {"core"},
     "patches": {"patches", "core", "support", "integration"},
     "integration": {"integration", "core", "patches", "support", "version"},
+    "replay": {"replay", "core"},
 }
 """Part of the package -> parts that it may import."""
 

@@ -1,46 +1,14 @@
-"""What WAR's client tells the router, and that it always gives back what it acquired."""
+"""What WAR's client tells the router, that it always gives back what it acquired, and what it does about failures."""
 
 import asyncio
 
 import pytest
 
+from tests.integration.conftest import ADMISSION, until
+
 pytestmark = pytest.mark.upstream
 
 PROMPT = list(range(130))
-
-
-class Method:
-    """Stands for an actor's method: notes the call, answers with a coroutine's result."""
-
-    def __init__(self, answer):
-        self.calls = []
-        self._answer = answer
-
-    def remote(self, *args, **kwargs):
-        self.calls.append((args, kwargs))
-        future = asyncio.get_running_loop().create_future()
-        answer = self._answer(*args, **kwargs)
-        future.set_exception(answer) if isinstance(answer, Exception) else future.set_result(answer)
-        return future
-
-
-class Router:
-    def __init__(self, server, priority=0):
-        self.acquire_server = Method(lambda **_: ("replica", server, priority))
-        self.release_server = Method(lambda **_: None)
-        self.end_trajectory = Method(lambda *_, **__: None)
-
-    @property
-    def released(self):
-        (_, kwargs), *more = self.release_server.calls
-        assert not more
-        return kwargs
-
-
-class Server:
-    def __init__(self, *answers):
-        remaining = list(answers)
-        self.generate = Method(lambda **_: remaining.pop(0))
 
 
 def output(token_ids=(7, 8), stop_reason="completed", **extra):
@@ -50,80 +18,82 @@ def output(token_ids=(7, 8), stop_reason="completed", **extra):
                        extra_fields={"global_steps": 3, "num_cached_tokens": 64} | extra)  # fmt: skip
 
 
-def make(kind, router):
-    from omegaconf import OmegaConf
-    from verl.workers.rollout import llm_server
-
-    from verl_war.integration.verl.client import war_client_of
-
-    config = OmegaConf.create(
-        {"actor_rollout_ref": {"rollout": {"name": "vllm", "full_determinism": False, "custom": {"war": {}}}}}
-    )
-    return war_client_of(getattr(llm_server, kind)(config=config, load_balancer_handle=router))
+async def generate(client, session="session", prompt=PROMPT, **kwargs):
+    return await client.generate(session, prompt_ids=prompt, sampling_params={"temperature": 1.0}, **kwargs)
 
 
-async def generate(client, **kwargs):
-    return await client.generate("session", prompt_ids=PROMPT, sampling_params={"temperature": 1.0}, **kwargs)
+def messages(rig, kind):
+    sent = [message for name, args, _ in rig.router.calls if name == "exchange" for message in args[1]]
+    return [message[1:] for message in sent if message[0] == kind]
 
 
 @pytest.mark.parametrize("kind", ["LLMServerClient", "FullyAsyncLLMServerClient"])
-async def test_a_turn_is_described_placed_reported_and_returned(kind):
+async def test_a_turn_is_described_placed_reported_and_returned(make_rig, kind):
     from verl_war.core.blocks import block_chain_hashes
     from verl_war.core.types import Turn, TurnResult
     from verl_war.integration.verl.client import TrajectoryIdentity, current_trajectory
 
-    server = Server(output())
-    router = Router(server, priority=5)
+    rig = make_rig(1)
     identity = TrajectoryIdentity(trajectory_id="uid_2", group_id="uid", policy_step=4, validate=False)
     token = current_trajectory.set(identity)
     try:
-        result = await generate(make(kind, router), priority=2)
+        result = await generate(rig.client(kind), priority=2)
     finally:
         current_trajectory.reset(token)
 
     assert result.token_ids == [7, 8]
     assert result.extra_fields["min_global_steps"] == result.extra_fields["max_global_steps"] == 3
-    ((_, acquired),) = router.acquire_server.calls
-    assert acquired == {
-        "request_id": "session",
-        "turn": Turn(session_id="session", trajectory_id="uid_2", group_id="uid", policy_step=4, prompt_tokens=130,
-                     block_hashes=block_chain_hashes(PROMPT, 64), priority=2),
-    }  # fmt: skip
-    assert router.released == {
-        "server_id": "replica", "request_id": "session", "trajectory_id": "uid_2",
-        "result": TurnResult(completion_tokens=2, num_cached_tokens=64),
-    }  # fmt: skip
-    ((_, sent),) = server.generate.calls
-    assert sent["prompt_ids"] == PROMPT and sent["priority"] == 5
-    assert sent["request_id"] != "session", "each turn is a request of its own to vLLM"
+    await until(lambda: messages(rig, "turn_end"))
+    assert messages(rig, "turn") == [
+        (Turn(session_id="session", trajectory_id="uid_2", group_id="uid", policy_step=4, prompt_tokens=130,
+              block_hashes=block_chain_hashes(PROMPT, 64), priority=2),),
+    ]  # fmt: skip
+    ended = TurnResult(completion_tokens=2, num_cached_tokens=64)
+    assert messages(rig, "turn_end") == [("uid_2", "session", "r0", ended)]
+    (call,) = [kwargs for name, _, kwargs in rig.servers["r0"].calls if name == "generate"]
+    assert call["prompt_ids"] == PROMPT and call["priority"] == 2
+    assert call["request_id"] != "session", "each turn is a request of its own to vLLM"
 
 
-async def test_without_identity_the_session_stands_for_the_trajectory():
-    router = Router(Server(output()))
-    await generate(make("LLMServerClient", router))
-    assert router.acquire_server.calls[0][1]["turn"].trajectory_id == "session"
+async def test_without_identity_the_session_stands_for_the_trajectory(make_rig):
+    rig = make_rig()
+    await generate(rig.client())
+    assert messages(rig, "turn")[0][0].trajectory_id == "session"
 
 
-async def test_a_turn_that_fails_is_given_back_as_failed():
+async def test_a_turn_that_fails_for_its_own_sake_is_given_back_and_not_repeated(make_rig):
     from verl_war.core.types import TurnResult
 
-    router = Router(Server(ValueError("prompt too long")))
+    rig = make_rig(1)
+    rig.servers["r0"].target.answer = lambda _: ValueError("prompt too long")
     with pytest.raises(ValueError, match="prompt too long"):
-        await generate(make("LLMServerClient", router))
-    assert router.released["result"] == TurnResult(failed=True)
+        await generate(rig.client())
+    await until(lambda: messages(rig, "turn_end"))
+    assert messages(rig, "turn_end") == [("session", "session", "r0", TurnResult(failed=True))]
+    assert await rig.war_router.get_total_inflight() == 0
 
 
-async def test_an_aborted_turn_is_resumed_as_a_second_placement(monkeypatch):
+async def test_an_aborted_turn_is_resumed_as_a_second_placement(make_rig, monkeypatch):
     async def no_sleep(_):
         pass
 
+    rig = make_rig(1)
+    answers = {1: output((7,), stop_reason="aborted"), 2: output((8, 9))}
+    rig.servers["r0"].target.answer = answers.get
+    client = rig.client("FullyAsyncLLMServerClient")
     monkeypatch.setattr("verl.workers.rollout.llm_server.asyncio.sleep", no_sleep)
-    server = Server(output((7,), stop_reason="aborted"), output((8, 9)))
-    router = Router(server)
-    result = await generate(make("FullyAsyncLLMServerClient", router))
+    result = await generate(client)
+    monkeypatch.undo()
     assert result.token_ids == [7, 8, 9]
-    assert [kwargs["turn"].prompt_tokens for _, kwargs in router.acquire_server.calls] == [130, 131]
-    assert len(router.release_server.calls) == 2
+    assert [turn.prompt_tokens for (turn,) in messages(rig, "turn")] == [130, 131]
+
+
+async def test_an_abort_that_nobody_asked_for_is_no_answer(make_rig):
+    """In synchronous training verl would hand the agent loop an empty reply, and train on it."""
+    rig = make_rig(1)
+    rig.servers["r0"].target.answer = {1: output((), stop_reason="aborted")}.get
+    assert (await generate(rig.client())).token_ids == [7, 8]
+    assert [call["prompt_ids"] for call in rig.servers["r0"].target.served] == [PROMPT, PROMPT]
 
 
 async def test_a_client_that_war_does_not_know_is_refused():
@@ -136,3 +106,132 @@ async def test_a_client_that_war_does_not_know_is_refused():
 
     with pytest.raises(RuntimeError, match="Other"):
         war_client_of(Other(config=None))
+
+
+async def test_turns_that_start_together_share_calls(make_rig):
+    rig = make_rig(4)
+    client = rig.client()
+    await asyncio.gather(*(generate(client, session=f"s{i}") for i in range(200)))
+    exchanges = [args for name, args, _ in rig.router.calls if name == "exchange"]
+    assert len(messages(rig, "turn")) == 200 and len(exchanges) < 40
+    assert max(rig.served().values()) - min(rig.served().values()) <= 1
+
+
+async def test_a_dead_replicas_turn_is_asked_again_elsewhere_with_the_same_tokens(make_rig, caplog):
+    rig = make_rig(2, delay_s=0.2)
+    client = rig.client()
+    turn = asyncio.ensure_future(generate(client))
+    await until(lambda: sum(rig.served().values()) == 1)
+    (dead,) = [name for name, count in rig.served().items() if count]
+    rig.servers[dead].die()
+    assert (await turn).token_ids == [7, 8]
+    (other,) = set(rig.servers) - {dead}
+    assert rig.servers[other].target.served[0]["prompt_ids"] == PROMPT
+    assert await rig.war_router.get_all_servers() == [other]
+    await generate(client)
+    lines = [record.message for record in caplog.records if f"replica {dead}: up -> down" in record.message]
+    assert len(lines) == 1 and "ActorDiedError" in lines[0]
+    assert (await rig.war_router.step_metrics())["war/replicas_lost"] == 1
+
+
+async def test_a_dead_engine_behind_a_living_server_counts_as_gone(make_rig):
+    from verl_war.integration.verl.failures import ReplicaFailedError
+
+    rig = make_rig(2)
+    for server in rig.servers.values():
+        server.target.answer = lambda _: ReplicaFailedError("the vLLM engine of replica 0 is dead")
+    rig.servers["r1"].target.answer = None
+    client = rig.client()
+    for i in range(4):
+        assert (await generate(client, session=f"s{i}")).token_ids == [7, 8]
+    assert await rig.war_router.get_all_servers() == ["r1"]
+
+
+async def test_when_no_replica_is_left_the_trajectory_fails_at_once(make_rig):
+    rig = make_rig(2)
+    for server in rig.servers.values():
+        server.die()
+    with pytest.raises(RuntimeError, match="No available servers in load balancer"):
+        await generate(rig.client())
+
+
+async def test_retries_end(make_rig):
+    rig = make_rig(1, settings={"failures": {"retries": 1}})
+    rig.servers["r0"].target.answer = lambda _: output((), stop_reason="aborted")
+    with pytest.raises(RuntimeError, match=r"trajectory session failed 2 times.*failures.retries=1"):
+        await generate(rig.client())
+
+
+async def test_a_turn_that_takes_too_long_is_cancelled_and_asked_again(make_rig):
+    """With every feature off nobody polls: the deadline is what notices a hang, and the router then looks twice."""
+    rig = make_rig(2, settings={"failures": {"turn_deadline_s": 0.3, "replica_hang_s": 0.2}})
+    client = rig.client()
+    for server in rig.servers.values():
+        server.target.is_hung = True
+    turn = asyncio.ensure_future(generate(client))
+    await until(lambda: sum(rig.served().values()) == 1)
+    (hung,) = [name for name, count in rig.served().items() if count]
+    (other,) = set(rig.servers) - {hung}
+    rig.servers[other].target.is_hung = False
+    assert (await asyncio.wait_for(turn, 10)).token_ids == [7, 8]
+    assert len(rig.servers[hung].target.aborted) == 1
+    assert await rig.war_router.get_all_servers() == [other]
+
+
+async def test_a_slow_turn_of_a_working_replica_does_not_take_it_out(make_rig):
+    rig = make_rig(1, settings={"failures": {"turn_deadline_s": 0.3, "replica_hang_s": 0.2}})
+    server = rig.servers["r0"].target
+    server.delay_s = 0.5
+
+    async def work():
+        while True:
+            server.engine_steps += 1
+            await asyncio.sleep(0.01)
+
+    working = asyncio.ensure_future(work())
+    with pytest.raises(RuntimeError, match="failed 4 times"):
+        await generate(rig.client())
+    working.cancel()
+    assert await rig.war_router.get_all_servers() == ["r0"]
+
+
+async def test_a_cancelled_turn_gives_back_what_it_was_granted(make_rig):
+    rig = make_rig(1, delay_s=3600)
+    client = rig.client()
+    turns = [asyncio.ensure_future(generate(client, session=f"s{i}")) for i in range(5)]
+    await until(lambda: rig.served()["r0"] == 5)
+    for turn in turns:
+        turn.cancel()
+    await asyncio.gather(*turns, return_exceptions=True)
+    await until(lambda: not any(rig.manager.inflight.values()))
+    assert len(rig.servers["r0"].target.aborted) == 5, "the engine stops working for nobody"
+
+
+@pytest.mark.parametrize("when", ["before the router answers", "while it is held", "as it is granted"])
+async def test_a_cancelled_wait_leaks_nothing(make_rig, when):
+    rig = make_rig(1, settings=ADMISSION, delay_s=0.2, kv_capacity_tokens=1000)
+    client = rig.client()
+    await client.link._join()
+    await until(lambda: rig.manager._fleet.replicas["r0"].capacity_tokens)
+    first = asyncio.ensure_future(generate(client, session="first", prompt=list(range(800))))
+    await until(lambda: rig.served()["r0"] == 1)
+    second = asyncio.ensure_future(generate(client, session="second", prompt=list(range(800))))
+    if when == "before the router answers":
+        await asyncio.sleep(0)
+    elif when == "while it is held":
+        await until(lambda: rig.manager.held_turns == 1)
+    else:
+        await until(lambda: rig.manager.held_turns == 1)
+        await first
+        client.end_trajectory("first", failed=False)
+        await until(lambda: rig.manager.held_turns == 0)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    await first
+    client.end_trajectory("first", failed=False)
+    client.end_trajectory("second", failed=True)
+    await until(lambda: not rig.manager._trajectories)
+    assert rig.manager.held_turns == 0 and not any(rig.manager.inflight.values())
+    assert rig.manager._fleet.replicas["r0"].working_set_tokens == 0
+    await until(lambda: not rig.war_router._turns._admissions)

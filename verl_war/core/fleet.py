@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from verl_war.core.cost_model import ReplicaPace
 from verl_war.core.types import Turn
 
-
 STALE_SHARE = 0.85
 """Share of its trusted tokens that a replica is filled to while its engine does not report: the room of the last
 reading may be taken by what grew since."""

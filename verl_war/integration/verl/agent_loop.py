@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import ray
+from tensordict import TensorDict
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from verl_war.integration.verl import step_metrics
+from verl_war.integration.verl import step_metrics, worker_watch
 from verl_war.integration.verl.client import TrajectoryIdentity, current_trajectory, war_client_of
 
 # verl exports the worker only as a Ray actor class, which cannot be subclassed; this is the plain class in it.
@@ -49,5 +50,17 @@ class WarAgentLoopManager(AgentLoopManagerTQ):
         super().__init__(*args, llm_client=client, **kwargs)
         # Wrapped here: Ray pickles a class by value when its name in the module is the actor class.
         self.agent_loop_workers_class = ray.remote(WarAgentLoopWorker)
-        ray.get(client.router.configure.remote(client.war_config, bool(self.rollout_config.full_determinism)))
-        step_metrics.attach(client.router, client.war_config.metrics_timeout_s)
+        settings = (client.war_config, bool(self.rollout_config.full_determinism))
+        ray.get(client.router.configure.remote(*settings))
+        step_metrics.attach(client.router, *settings)
+        self._worker_watch: worker_watch.WorkerWatch | None = None
+
+    def generate_sequences(self, prompts: TensorDict) -> None:
+        """verl's; remembers which worker gets which prompts."""
+        if self._worker_watch is None:
+            self._worker_watch = worker_watch.WorkerWatch(self.agent_loop_workers, worker_watch.fail_prompts)
+        # As verl divides them.
+        chunks = prompts.chunk(len(self.agent_loop_workers))
+        for worker, chunk in zip(self.agent_loop_workers, chunks, strict=False):
+            self._worker_watch.on_dispatch(worker, [str(uid) for uid in chunk["uid"]])
+        super().generate_sequences(prompts)

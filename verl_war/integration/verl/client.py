@@ -1,15 +1,19 @@
 """WAR's client of the rollout servers, used by the agent loops in place of verl's `LLMServerClient`.
 
 It differs in what it tells the router (who the turn belongs to and how long it is, never its tokens),
-and in what it reports back (what the turn cost).
+and in what it reports back (what the turn cost). A turn under which a replica breaks is asked again elsewhere with
+the same tokens; one that cannot be saved raises, and verl leaves its trajectory out of the training batch.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
+import logging
 from dataclasses import dataclass
 from typing import Any
 
+from ray.exceptions import ActorUnavailableError
 from verl.utils import normalize_token_ids
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
@@ -18,7 +22,17 @@ from verl.workers.rollout.replica import TokenOutput
 from verl_war.core.blocks import block_chain_hashes
 from verl_war.core.config import WarConfig, parse_war_config
 from verl_war.core.types import Turn, TurnResult
+from verl_war.integration.verl.failures import (
+    GONE_ERRORS,
+    TURN_ERRORS,
+    TurnAbortedError,
+    TurnDeadlineError,
+    cause_of,
+)
+from verl_war.integration.verl.link import RouterLink
 from verl_war.integration.verl.settings import war_settings
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,21 +54,33 @@ current_trajectory: contextvars.ContextVar[TrajectoryIdentity | None] = contextv
 class WarLLMServerClient(LLMServerClient):
     """Client of the synchronous trainer."""
 
+    resumes_aborted_turns = False
+    """Whether somebody above asks again for what an aborted turn lacks."""
+
     def __init__(self, config: Any, load_balancer_handle: Any = None, **kwargs: Any) -> None:
         super().__init__(config=config, load_balancer_handle=load_balancer_handle, **kwargs)
         self.war_config: WarConfig = parse_war_config(war_settings(config))
+        self._link: RouterLink | None = None
 
     @property
     def router(self) -> Any:
         """Handle of the router actor."""
         return self._load_balancer
 
+    @property
+    def link(self) -> RouterLink:
+        """This process's line to the router. Made when first used: a client is pickled on its way to its process."""
+        if self._link is None:
+            full_determinism = bool(self.config.actor_rollout_ref.rollout.get("full_determinism", False))
+            self._link = RouterLink(self._load_balancer, self.war_config, full_determinism)
+        return self._link
+
     def end_trajectory(self, trajectory_id: str, failed: bool) -> None:
         """Tell the router that a trajectory ended. Does not wait."""
-        self._load_balancer.end_trajectory.remote(trajectory_id, failed)
+        self.link.end_trajectory(trajectory_id, failed)
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any, int]:
-        return await self._load_balancer.acquire_server.remote(request_id=request_id, turn=extra["turn"])
+        return await self.link.acquire(extra["turn"])
 
     @rollout_trace_op
     async def generate(
@@ -70,33 +96,69 @@ class WarLLMServerClient(LLMServerClient):
         priority: int = 0,
         **kwargs: Any,
     ) -> TokenOutput:
-        """Generate one turn on the replica that the router names. Same contract as verl's client."""
+        """Generate one turn on the replica that the router names. Same contract as verl's client.
+
+        Raises:
+            RuntimeError: Replicas failed under the turn `failures.retries` + 1 times, or none is left.
+        """
         kwargs.pop("mm_processor_output", None)  # SGLang's payload; vLLM takes the raw frames
-        turn = self._describe(request_id, normalize_token_ids(prompt_ids), priority)
         optional = {"audio_data": audio_data, "mm_processor_kwargs": mm_processor_kwargs or None}
-        replica_id, server, priority = await self._acquire_server(request_id, turn=turn)
+        request = {
+            **{"prompt_ids": prompt_ids, "sampling_params": sampling_params},
+            **{"image_data": image_data, "video_data": video_data},
+            **{name: value for name, value in optional.items() if value is not None},
+            **kwargs,
+        }
+        turn = self._describe(request_id, normalize_token_ids(prompt_ids), priority)
+        retries = self.war_config.failures.retries
+        for attempt in range(retries + 1):
+            replica_id, server, priority = await self._acquire_server(request_id, turn=turn)
+            try:
+                output = await self._generate_on(replica_id, server, turn, {**request, "priority": priority})
+            except TURN_ERRORS as error:
+                await self._on_turn_error(turn, replica_id, error, attempt)
+                continue
+            global_steps = output.extra_fields.get("global_steps")
+            output.extra_fields.setdefault("min_global_steps", global_steps)
+            output.extra_fields.setdefault("max_global_steps", global_steps)
+            return output
+        raise RuntimeError(
+            f"a turn of trajectory {turn.trajectory_id} failed {retries + 1} times for want of a working replica "
+            f"(failures.retries={retries}); the trajectory is given up. See the log for what happened to the replicas"
+        )
+
+    async def _generate_on(self, replica_id: str, server: Any, turn: Turn, request: dict[str, Any]) -> TokenOutput:
+        """One attempt. However it ends, the router learns of it."""
+        vllm_request_id = self._vllm_request_id(turn.session_id)
         result = TurnResult(failed=True)
         try:
-            output: TokenOutput = await server.generate.remote(
-                request_id=self._vllm_request_id(request_id),
-                prompt_ids=prompt_ids,
-                sampling_params=sampling_params,
-                image_data=image_data,
-                video_data=video_data,
-                priority=priority,
-                **{name: value for name, value in optional.items() if value is not None},
-                **kwargs,
-            )
+            call = asyncio.ensure_future(server.generate.remote(request_id=vllm_request_id, **request))
+            deadline_s = self.war_config.failures.turn_deadline_s
+            try:
+                done, _ = await asyncio.wait((call,), timeout=deadline_s)
+            finally:
+                if not call.done():
+                    call.cancel()
+                    server.abort_request.remote(vllm_request_id, reset_prefix_cache=False)
+            if not done:
+                raise TurnDeadlineError(f"no answer within failures.turn_deadline_s={deadline_s}")
+            output: TokenOutput = call.result()
+            if output.stop_reason in ("aborted", "abort") and not self.resumes_aborted_turns:
+                raise TurnAbortedError(f"the engine gave the turn up after {len(output.token_ids)} tokens")
             result = _result(output)
+            return output
         finally:
             # Not awaited: an unresponsive router must not keep a finished turn (verl does the same).
-            self._load_balancer.release_server.remote(
-                server_id=replica_id, request_id=request_id, trajectory_id=turn.trajectory_id, result=result
-            )
-        global_steps = output.extra_fields.get("global_steps")
-        output.extra_fields.setdefault("min_global_steps", global_steps)
-        output.extra_fields.setdefault("max_global_steps", global_steps)
-        return output
+            self.link.end_turn(turn, replica_id, result)
+
+    async def _on_turn_error(self, turn: Turn, replica_id: str, error: Exception, attempt: int) -> None:
+        logger.warning(
+            "turn of trajectory %s failed on replica %s in attempt %d of %d (%s)",
+            *(turn.trajectory_id, replica_id, attempt + 1, self.war_config.failures.retries + 1, cause_of(error)),
+        )
+        if not isinstance(error, TurnAbortedError):
+            is_gone = isinstance(error, GONE_ERRORS) and not isinstance(error, ActorUnavailableError)
+            await self.link.report_replica(replica_id, cause_of(error), is_gone)
 
     def _describe(self, request_id: str, token_ids: list[int], priority: int) -> Turn:
         identity = current_trajectory.get() or TrajectoryIdentity(
@@ -116,6 +178,8 @@ class WarLLMServerClient(LLMServerClient):
 
 class WarFullyAsyncLLMServerClient(FullyAsyncLLMServerClient, WarLLMServerClient):
     """Client of the asynchronous trainers: verl's resume of aborted turns on top of WAR's single turn."""
+
+    resumes_aborted_turns = True
 
 
 def war_client_of(stock: LLMServerClient) -> WarLLMServerClient:

@@ -6,9 +6,12 @@ import argparse
 from typing import Any
 
 import ray
+from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl_war.core.types import ReplicaSnapshot
+from verl_war.integration.verl.failures import ReplicaFailedError
 from verl_war.integration.verl.settings import rollout_war_settings
 from verl_war.integration.vllm import telemetry
 
@@ -32,9 +35,29 @@ class WarHttpServer(vLLMHttpServer):
         await super().run_server(args)
         await self.engine.collective_rpc("war_check_patches")
 
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        """verl's; a dead engine is told from a request that it refuses.
+
+        Raises:
+            ReplicaFailedError: The engine is dead.
+        """
+        try:
+            return await super().generate(*args, **kwargs)
+        except EngineDeadError as error:
+            raise self._dead() from error
+
     async def war_snapshot(self) -> ReplicaSnapshot:
-        """Readings of the engine, for the router."""
-        return telemetry.snapshot()
+        """Readings of the engine, for the router.
+
+        Raises:
+            ReplicaFailedError: The engine is dead: its last readings are of no use.
+        """
+        if self.engine.errored:
+            raise self._dead()
+        return telemetry.snapshot(has_requests=self.engine.output_processor.has_unfinished_requests())
+
+    def _dead(self) -> ReplicaFailedError:
+        return ReplicaFailedError(f"the vLLM engine of replica {self.replica_rank} is dead; its own log says why")
 
 
 class WarReplica(vLLMReplica):

@@ -1,7 +1,8 @@
 """The router: one Ray actor for the fleet around the core's `WorkloadManager`.
 
-It satisfies verl's `RequestLoadBalancer` (verl/workers/rollout/router.py, 0.9.1). Nothing in it blocks:
-every method is a coroutine on the actor's event loop, and only reading the engines awaits.
+It satisfies verl's `RequestLoadBalancer` (verl/workers/rollout/router.py, 0.9.1). WAR's own clients use `exchange`,
+which carries the messages of many trajectories at once. Nothing in it blocks: every method is a coroutine on the
+actor's event loop, and what waits is a future that a later event resolves.
 """
 
 from __future__ import annotations
@@ -9,18 +10,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
 
 from verl_war.core.config import WarConfig
 from verl_war.core.manager import WorkloadManager
-from verl_war.core.types import Turn, TurnResult
+from verl_war.core.types import Placement, ReplicaSnapshot, Turn, TurnResult
+from verl_war.integration.verl.failures import RouterNotConfiguredError
+from verl_war.integration.verl.journal import Journal
+from verl_war.integration.verl.router_health import ReplicaHealth
+from verl_war.integration.verl.router_owners import Owners
+from verl_war.integration.verl.router_protocol import Answer, Grant, Message, Pool, Waiting
+from verl_war.integration.verl.router_turns import Turns
 
 logger = logging.getLogger(__name__)
 
-MAX_CONCURRENCY = 100_000
+MAX_CONCURRENCY = 200_000
 """Calls that the actor holds at once; at least the trajectories that may wait for a turn."""
+
+TICK_EVERY_S = 0.5
+"""How late a held turn may notice that it is overdue."""
 
 
 class WarRouter:
@@ -33,9 +45,16 @@ class WarRouter:
     """
 
     def __init__(self, servers: dict[str, Any], router_config: dict[str, Any]) -> None:
-        self._servers = dict(servers)
+        self._pool = Pool(0, dict(servers))
         self._manager: WorkloadManager | None = None
-        self._metrics_timeout_s = 0.0
+        self._config = WarConfig()
+        self._full_determinism = False
+        self._journal: Journal | None = None
+        self._turns: Turns | None = None
+        self._handles = dict(servers)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._owners = Owners(self._on_owner_dead)
+        self._health = ReplicaHealth(0.0, self._on_snapshot, self._on_missing, self._on_down, self._join_pool)
 
     async def configure(self, config: WarConfig, full_determinism: bool) -> None:
         """Start deciding with these settings. Called once, before the first turn.
@@ -45,13 +64,96 @@ class WarRouter:
         """
         if self._manager is not None:
             raise RuntimeError("WarRouter is configured already; each agent loop manager needs a router of its own")
-        self._manager = WorkloadManager(config, full_determinism)
-        self._metrics_timeout_s = config.metrics_timeout_s
-        for replica_id in self._servers:
-            self._manager.on_replica_up(replica_id, time.monotonic())
+        self._config, self._full_determinism = config, full_determinism
+        if config.journal_path is not None:
+            self._journal = Journal(config, full_determinism)
+            self._manager = self._journal.manager
+            self._tasks.append(asyncio.create_task(self._journal.write_every_second()))
+        else:
+            self._manager = WorkloadManager(config, full_determinism)
+        self._turns = Turns(self._manager, config.failures.turn_deadline_s, self._may_return, self._may_fill)
+        hang_s = config.failures.replica_hang_s
+        self._health = ReplicaHealth(hang_s, self._on_snapshot, self._on_missing, self._on_down, self._join_pool)
+        for replica_id, server in self._pool.servers.items():
+            self._health.add(replica_id, server)
+            self._turns.deliver(self._manager.on_replica_up(replica_id, time.monotonic()))
+        if self._is_deciding:
+            self._health.start_polling()
+            self._tasks.append(asyncio.create_task(self._tick()))
+
+    async def join(self, config: WarConfig, full_determinism: bool, owner: str, handle: Any, pool: Pool | None) -> Pool:
+        """A process of agent loops is there, for the first time or after the router was restarted.
+
+        A restarted router takes its settings and its pool from the clients: Ray gives it the servers of its
+        beginning, and whoever has seen a later pool brings that one along.
+
+        Args:
+            config: Settings, for a router that has none.
+            full_determinism: `rollout.full_determinism` of verl.
+            owner: Name of the process.
+            handle: Its actor, None when it is none.
+            pool: The pool as the process last saw it.
+
+        Returns:
+            The pool as it is now.
+        """
+        if self._manager is None:
+            await self.configure(config, full_determinism)
+            logger.warning("router: unconfigured -> deciding (settings came from agent loop worker %s)", owner)
+        if pool is not None and pool.version > self._pool.version:
+            await self.remove_servers([name for name in self._pool.servers if name not in pool.servers])
+            await self.add_servers({name: it for name, it in pool.servers.items() if name not in self._pool.servers})
+            self._pool = pool
+        if self._is_deciding:
+            self._owners.join(owner, handle)
+        return self._pool
+
+    async def exchange(self, owner: str, messages: Sequence[Message]) -> tuple[int, list[Answer]]:
+        """Take in what a process has to say, in order.
+
+        Returns:
+            Version of the pool, and for every turn asked for: its grant, the ticket of a turn that is held, or the
+            error that it met.
+        """
+        turns = self._require_turns()
+        answers: list[Answer] = []
+        for kind, *arguments in messages:
+            if kind == "turn":
+                (turn,) = arguments
+                self._owners.note(owner, turn.trajectory_id)
+                answers.append(turns.ask(owner, turn))
+            elif kind == "turn_end":
+                turns.end_turn(*arguments)
+            elif kind == "trajectory_end":
+                await self.end_trajectory(*arguments)
+            elif kind == "give_up":
+                turns.give_up(*arguments)
+            else:
+                raise ValueError(f"message {kind!r} is unknown; expected turn, turn_end, trajectory_end or give_up")
+        return self._pool.version, answers
+
+    async def wait_for_grant(self, ticket: int) -> Grant:
+        """Wait until a held turn may start.
+
+        Raises:
+            RuntimeError: No replica is left that could serve it, or it was given up.
+        """
+        return await self._require_turns().wait(ticket)
+
+    async def pool(self) -> Pool:
+        """The replicas that serve now."""
+        return self._pool
+
+    async def report_replica(self, replica_id: str, cause: str, is_gone: bool) -> bool:
+        """A client's turn failed on a replica. Returns whether the replica is in the pool nevertheless."""
+        self._require_turns()
+        if is_gone:
+            self._health.report_gone(replica_id, cause)
+            return False
+        return await self._health.verify(replica_id, cause)
 
     async def acquire_server(self, request_id: str, turn: Turn | None = None) -> tuple[str, Any, int]:
-        """Place a turn.
+        """Place a turn; verl's protocol.
 
         Returns:
             Replica id, handle of its server, engine priority.
@@ -64,36 +166,36 @@ class WarRouter:
                 f"request {request_id} came without a description of its turn: the router belongs to WAR but the "
                 f"client is verl's own. Leave rollout.agent.agent_loop_manager_class as rollout=war sets it."
             )
-        manager = self._require_manager()
-        begin_s = time.perf_counter()
-        (placement,) = manager.on_turn(turn, time.monotonic())
-        manager.on_decision_time(time.perf_counter() - begin_s)
-        return placement.replica_id, self._servers[placement.replica_id], placement.priority
+        turns = self._require_turns()
+        answer = turns.ask("", turn)
+        if isinstance(answer, Waiting):
+            answer = await turns.wait(answer.ticket)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer.replica_id, self._handles[answer.replica_id], answer.priority
 
     async def release_server(self, server_id: str, request_id: str, trajectory_id: str, result: TurnResult) -> None:
-        """A turn ended on `server_id`."""
-        self._require_manager().on_turn_end(trajectory_id, request_id, server_id, result, time.monotonic())
+        """A turn ended on `server_id`; verl's protocol."""
+        self._require_turns().end_turn(trajectory_id, request_id, server_id, result)
 
     async def end_trajectory(self, trajectory_id: str, failed: bool) -> None:
         """A trajectory ended; its KV is not needed any more."""
-        self._require_manager().on_trajectory_end(trajectory_id, failed, time.monotonic())
+        turns = self._require_turns()
+        self._owners.forget(trajectory_id)
+        turns.end_trajectory(trajectory_id, failed)
 
     async def step_metrics(self) -> dict[str, float]:
         """Read all engines and return the metrics since the last call.
 
         verl calls for them once a step, right after it has updated the weights of all replicas.
-
-        Raises:
-            TimeoutError: An engine did not answer within `metrics_timeout_s`.
         """
         manager = self._require_manager()
-        pool = dict(self._servers)
-        reads = [server.war_snapshot.remote() for server in pool.values()]
-        snapshots = await asyncio.wait_for(asyncio.gather(*reads), self._metrics_timeout_s)
-        for replica_id, snapshot in zip(pool, snapshots, strict=True):
-            manager.on_snapshot(replica_id, snapshot, time.monotonic())
+        await self._health.read_all(self._config.metrics_timeout_s)
         manager.on_weights_updated(time.monotonic())
-        return manager.report()
+        metrics = manager.report()
+        if self._journal is not None:
+            await self._journal.write()
+        return metrics
 
     async def require_acquire_fields(self) -> list[str]:
         """Part of verl's protocol; WAR's client sends a `Turn` instead."""
@@ -104,24 +206,23 @@ class WarRouter:
         return ["request_id"]
 
     async def add_servers(self, servers: dict[str, Any]) -> None:
-        """Put replicas in the pool."""
-        self._servers.update(servers)
-        if self._manager is not None:
-            for replica_id in servers:
-                self._manager.on_replica_up(replica_id, time.monotonic())
-        logger.info("replicas %s joined the pool: %d in all", list(servers), len(self._servers))
+        """Put replicas in the pool. One that is known to be broken joins when it answers."""
+        for replica_id, server in servers.items():
+            self._handles[replica_id] = server
+            if self._manager is None or self._health.add(replica_id, server):
+                self._join_pool(replica_id)
+        logger.info("replicas %s joined the pool: %d in all", list(servers), len(self._pool.servers))
 
     async def remove_servers(self, server_ids: list[str]) -> None:
         """Take replicas out of the pool; turns in flight on them end as usual."""
         for replica_id in server_ids:
-            self._servers.pop(replica_id, None)
-            if self._manager is not None:
-                self._manager.on_replica_down(replica_id, time.monotonic())
-        logger.info("replicas %s left the pool: %d remain", server_ids, len(self._servers))
+            self._health.remove(replica_id)
+            self._leave_pool(replica_id, is_lost=False)
+        logger.info("replicas %s left the pool: %d remain", server_ids, len(self._pool.servers))
 
     async def get_all_servers(self) -> list[str]:
         """Ids of the replicas in the pool."""
-        return list(self._servers)
+        return list(self._pool.servers)
 
     async def get_status(self) -> dict[str, Any]:
         """State for debugging, with the keys that verl's own balancer gives."""
@@ -130,7 +231,7 @@ class WarRouter:
             "servers": inflight,
             "total_inflight": sum(inflight.values()),
             "active_servers": len(inflight),
-            "registered_handles": list(self._servers),
+            "registered_handles": list(self._pool.servers),
         }
 
     async def clear_sticky_cache(self) -> dict[str, Any]:
@@ -143,14 +244,68 @@ class WarRouter:
         """Turns being generated on the replicas of the pool."""
         return sum(self._inflight().values())
 
+    @property
+    def _is_deciding(self) -> bool:
+        """Whether anything needs watching: with every feature off the router is as passive as verl's."""
+        return self._config.scheduling.enabled or self._config.admission.enabled
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_EVERY_S)
+            self._require_turns().tick(time.monotonic())
+
+    def _may_return(self) -> bool:
+        """Whether a replica that broke can go on. verl's own clients wait for those that verl takes out."""
+        return self._health.may_return()
+
+    def _may_fill(self) -> bool:
+        """Whether an empty pool can get a replica again."""
+        return self._pool.is_elastic or self._may_return()
+
+    def _join_pool(self, replica_id: str) -> None:
+        servers = {**self._pool.servers, replica_id: self._handles[replica_id]}
+        self._pool = replace(self._pool, version=self._pool.version + 1, servers=servers)
+        if self._manager is not None:
+            self._deliver(self._manager.on_replica_up(replica_id, time.monotonic()))
+
+    def _leave_pool(self, replica_id: str, is_lost: bool) -> None:
+        servers = {name: server for name, server in self._pool.servers.items() if name != replica_id}
+        self._pool = Pool(self._pool.version + 1, servers, self._pool.is_elastic or not is_lost)
+        if self._manager is not None:
+            self._deliver(self._manager.on_replica_down(replica_id, time.monotonic(), is_lost))
+
+    def _on_down(self, replica_id: str) -> None:
+        self._leave_pool(replica_id, is_lost=True)
+
+    def _on_snapshot(self, replica_id: str, snapshot: ReplicaSnapshot) -> None:
+        self._deliver(self._require_manager().on_snapshot(replica_id, snapshot, time.monotonic()))
+
+    def _on_missing(self, replica_id: str, is_rejected: bool) -> None:
+        self._deliver(self._require_manager().on_snapshot_missing(replica_id, time.monotonic(), is_rejected))
+
+    def _on_owner_dead(self, owner: str, trajectory_ids: list[str]) -> None:
+        turns = self._require_turns()
+        turns.forget_owner(owner)
+        for trajectory_id in trajectory_ids:
+            turns.end_trajectory(trajectory_id, failed=True)
+
+    def _deliver(self, placements: Iterable[Placement]) -> None:
+        self._require_turns().deliver(placements)
+
     def _inflight(self) -> dict[str, int]:
-        return self._manager.inflight if self._manager is not None else dict.fromkeys(self._servers, 0)
+        return self._manager.inflight if self._manager is not None else dict.fromkeys(self._pool.servers, 0)
 
     def _require_manager(self) -> WorkloadManager:
         if self._manager is None:
-            raise RuntimeError("WarRouter was used before configure(): create it through rollout=war")
+            raise RouterNotConfiguredError("WarRouter was used before configure(): create it through rollout=war")
         return self._manager
 
+    def _require_turns(self) -> Turns:
+        if self._turns is None:
+            raise RouterNotConfiguredError("WarRouter was used before configure(): create it through rollout=war")
+        return self._turns
 
-WarRouterActor = ray.remote(num_cpus=0, max_concurrency=MAX_CONCURRENCY)(WarRouter)
-"""What `router_class` of war_router.yaml names; verl accepts a ready actor class."""
+
+WarRouterActor = ray.remote(num_cpus=0, max_concurrency=MAX_CONCURRENCY, max_restarts=-1)(WarRouter)
+"""What `router_class` of war_router.yaml names; verl accepts a ready actor class. Ray starts it again when its process
+dies; `join` tells how it gets its state back."""

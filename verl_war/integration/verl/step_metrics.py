@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import Any
 
 import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from verl_war.core.config import WarConfig
+from verl_war.integration.verl.failures import RouterNotConfiguredError, cause_of
+
+logger = logging.getLogger(__name__)
+
+ROUTER_RETURN_S = 60.0
+"""As for the clients (`link.ROUTER_RETURN_S`)."""
 
 _router: Any = None
-_timeout_s: float = 0.0
+_settings: tuple[WarConfig, bool] = (WarConfig(), False)
 
 
-def attach(router: Any, timeout_s: float) -> None:
+def attach(router: Any, config: WarConfig, full_determinism: bool) -> None:
     """Remember the router of this trainer process. Called by the agent loop manager, which lives in it."""
-    global _router, _timeout_s
-    _router, _timeout_s = router, timeout_s
+    global _router, _settings
+    _router, _settings = router, (config, full_determinism)
 
 
 def consume() -> dict[str, float]:
     """`war/*` metrics since the last call; empty when this run does not use WAR.
 
+    A router that Ray has started again knows nothing of this step, so some of its numbers are too small.
+
     Raises:
-        ray.exceptions.RayError: The router or an engine is gone, or did not answer in time.
+        ray.exceptions.RayError: The router is gone for good, or did not answer in time.
     """
     if _router is None:
         return {}
-    # The router's own time-out fires first and names the cause; this one only covers a dead router.
-    return ray.get(_router.step_metrics.remote(), timeout=2 * _timeout_s)
+    deadline_s = time.monotonic() + ROUTER_RETURN_S
+    while True:
+        try:
+            # The router's own time-out fires first and names the cause; this one only covers a dead router.
+            return ray.get(_router.step_metrics.remote(), timeout=2 * _settings[0].metrics_timeout_s)
+        except (ActorDiedError, ActorUnavailableError) as error:
+            if time.monotonic() > deadline_s:
+                raise
+            logger.warning("router: up -> down (%s)", cause_of(error))
+            time.sleep(1.0)
+        except RouterNotConfiguredError:
+            ray.get(_router.join.remote(*_settings, "trainer", None, None))

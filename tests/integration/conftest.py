@@ -1,0 +1,68 @@
+"""What the tests of router and client share."""
+
+import asyncio
+
+import pytest
+
+from tests.integration.local_actor import FakeServer, LocalActor
+
+
+class Rig:
+    """A router with fake replicas and clients, all in this process."""
+
+    def __init__(self, replicas=2, settings=None, **server):
+        from verl_war.integration.verl.router import WarRouter
+
+        self.settings = settings or {}
+        self.servers = {f"r{i}": LocalActor(FakeServer(**server)) for i in range(replicas)}
+        self.war_router = WarRouter(self.servers, {})
+        self.router = LocalActor(self.war_router)
+
+    def client(self, kind="LLMServerClient"):
+        from omegaconf import OmegaConf
+        from verl.workers.rollout import llm_server
+
+        from verl_war.integration.verl.client import war_client_of
+
+        rollout = {"name": "vllm", "full_determinism": False, "custom": {"war": self.settings}}
+        config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+        return war_client_of(getattr(llm_server, kind)(config=config, load_balancer_handle=self.router))
+
+    @property
+    def manager(self):
+        return self.war_router._manager
+
+    def served(self):
+        return {name: len(server.target.served) for name, server in self.servers.items()}
+
+    async def close(self):
+        """End the router's background tasks."""
+        current = asyncio.current_task()
+        for task in asyncio.all_tasks():
+            if task is not current:
+                task.cancel()
+
+
+@pytest.fixture
+async def make_rig():
+    rigs = []
+
+    def make(*args, **kwargs):
+        rigs.append(Rig(*args, **kwargs))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        await rig.close()
+
+
+ADMISSION = {"admission": {"enabled": True}, "scheduling": {"enabled": True}}
+
+
+async def until(condition, timeout_s=10.0):
+    """Wait for something that background tasks bring about."""
+    for _ in range(int(timeout_s / 0.01)):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come true")

@@ -1,0 +1,168 @@
+"""One process's line to the router. Messages of one moment travel together, and a router that dies is joined again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+from uuid import uuid4
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from verl_war.core.config import WarConfig
+from verl_war.core.types import Turn, TurnResult
+from verl_war.integration.verl.failures import RouterNotConfiguredError, cause_of
+from verl_war.integration.verl.router_protocol import Answer, Grant, Message, Pool, Waiting
+
+logger = logging.getLogger(__name__)
+
+ROUTER_RETURN_S = 60.0
+"""How long a dead router may take to be there again: Ray starts its process within seconds."""
+
+ROUTER_LOST_ERRORS = (RayActorError, RouterNotConfiguredError)
+
+
+class RouterLink:
+    """Sends messages to the router in batches, one batch at a time.
+
+    One call carries whatever has come up while the one before was under way: alone a turn is sent at once, and a
+    thousand that start together cost a few calls.
+    """
+
+    def __init__(self, router: Any, config: WarConfig, full_determinism: bool) -> None:
+        self.router = router
+        self._config = config
+        self._full_determinism = full_determinism
+        self._patience_s = config.admission.max_hold_s + config.failures.turn_deadline_s
+        self._owner = uuid4().hex
+        self._outbox: list[tuple[Message, asyncio.Future[Answer] | None]] = []
+        self._sending: asyncio.Task[None] | None = None
+        self._joining: asyncio.Task[None] | None = None
+        self._is_joined = False
+        self._pool: Pool | None = None
+        self._handles: dict[str, Any] = {}
+
+    async def acquire(self, turn: Turn) -> tuple[str, Any, int]:
+        """Ask for a turn and wait until it may run. Cancelled, it gives back what the router grants.
+
+        Returns:
+            Replica id, handle of its server, engine priority.
+
+        Raises:
+            RuntimeError: No replica can serve it.
+            RayActorError: The router is dead and does not come back.
+            TimeoutError: It does not answer.
+        """
+        while True:
+            try:
+                if not self._is_joined:
+                    await self._join()
+                grant = await asyncio.wait_for(self._ask(turn), self._patience_s)
+                return grant.replica_id, self._handles[grant.replica_id], grant.priority
+            except ROUTER_LOST_ERRORS as error:
+                await self._join(error)
+            except asyncio.TimeoutError:
+                raise TimeoutError(
+                    f"the router held a turn of trajectory {turn.trajectory_id} for {self._patience_s:.0f} s, longer "
+                    f"than admission.max_hold_s and failures.turn_deadline_s together allow: its process hangs"
+                ) from None
+
+    def end_turn(self, turn: Turn, replica_id: str, result: TurnResult) -> None:
+        """Tell the router that a turn ended. Does not wait."""
+        self._post(("turn_end", turn.trajectory_id, turn.session_id, replica_id, result))
+
+    def end_trajectory(self, trajectory_id: str, failed: bool) -> None:
+        """Tell the router that a trajectory ended. Does not wait."""
+        self._post(("trajectory_end", trajectory_id, failed))
+
+    async def report_replica(self, replica_id: str, cause: str, is_gone: bool) -> None:
+        """Tell the router that a turn failed on a replica, and wait for what it does about it."""
+        try:
+            await self.router.report_replica.remote(replica_id, cause, is_gone)
+        except ROUTER_LOST_ERRORS:
+            pass  # the turn is asked for again next, which finds the router dead and waits for it
+
+    async def _ask(self, turn: Turn) -> Grant:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._post(("turn", turn), answer)
+        granted = await answer
+        if isinstance(granted, Exception):
+            raise granted
+        if isinstance(granted, Grant):
+            return granted
+        waiting = asyncio.ensure_future(self.router.wait_for_grant.remote(granted.ticket))
+        try:
+            grant: Grant = await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            self._post(("give_up", granted.ticket))
+            waiting.add_done_callback(lambda done: self._give_back(done, turn))
+            raise
+        if grant.replica_id not in self._handles:
+            await self._refresh_pool()
+        return grant
+
+    def _give_back(self, waiting: asyncio.Future[Grant], turn: Turn) -> None:
+        """A grant that arrives after its turn was cancelled."""
+        if not waiting.cancelled() and waiting.exception() is None:
+            self.end_turn(turn, waiting.result().replica_id, TurnResult(failed=True))
+
+    def _post(self, message: Message, answer: asyncio.Future[Answer] | None = None) -> None:
+        self._outbox.append((message, answer))
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.ensure_future(self._send_all())
+
+    async def _send_all(self) -> None:
+        while self._outbox:
+            batch, self._outbox = self._outbox, []
+            asked = [(message[1], answer) for message, answer in batch if answer is not None]
+            try:
+                version, answers = await self.router.exchange.remote(self._owner, [message for message, _ in batch])
+                if self._pool is None or version != self._pool.version:
+                    await self._refresh_pool()
+            except (RayError, RouterNotConfiguredError) as error:
+                self._is_joined = False
+                # Ends are lost with the router that counted them; turns are asked for again.
+                answers = [error] * len(asked)
+            for (turn, answer), its_answer in zip(asked, answers, strict=True):
+                self._settle(turn, answer, its_answer)
+
+    def _settle(self, turn: Turn, answer: asyncio.Future[Answer], its_answer: Answer) -> None:
+        if not answer.done():
+            answer.set_result(its_answer)
+        elif isinstance(its_answer, Grant):
+            self.end_turn(turn, its_answer.replica_id, TurnResult(failed=True))
+        elif isinstance(its_answer, Waiting):
+            self._post(("give_up", its_answer.ticket))
+
+    async def _refresh_pool(self) -> None:
+        self._pool = await self.router.pool.remote()
+        self._handles.update(self._pool.servers)
+
+    async def _join(self, error: BaseException | None = None) -> None:
+        """Join the router, or wait until it is there again; all turns of the process wait for the same attempt."""
+        if self._joining is None or self._joining.done():
+            self._joining = asyncio.ensure_future(self._join_until(error))
+        await asyncio.shield(self._joining)
+
+    async def _join_until(self, error: BaseException | None) -> None:
+        if error is not None:
+            logger.warning("router: up -> down (%s)", cause_of(error))
+        deadline_s = time.monotonic() + ROUTER_RETURN_S
+        context = ray.get_runtime_context()
+        handle = context.current_actor if context.get_actor_id() is not None else None
+        while True:
+            try:
+                self._pool = await self.router.join.remote(
+                    self._config, self._full_determinism, self._owner, handle, self._pool
+                )
+                break
+            except RayActorError:
+                if time.monotonic() > deadline_s:
+                    raise
+            await asyncio.sleep(1.0)
+        self._handles.update(self._pool.servers)
+        self._is_joined = True
+        if error is not None:
+            logger.warning("router: down -> up (started again by Ray; %d replicas)", len(self._pool.servers))

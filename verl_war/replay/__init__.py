@@ -1,0 +1,1 @@
+"""Decisions of a recorded run, made again and explained."""
