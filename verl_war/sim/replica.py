@@ -177,7 +177,8 @@ class Replica:
             self._set_event(self._loading[0][0] if self._loading else None)
             return
         self.cache.take(self._crossings[self._step % BLOCK_TOKENS])
-        self._planned = 1 if self._chunks else self._plan()
+        # After a preemption nothing was admitted in this step; the next one tries again.
+        self._planned = 1 if self._chunks or preempted else self._plan()
         self.counters.used_blocks_peak = max(self.counters.used_blocks_peak, self.cache.used_blocks)
         self._set_event(now_s + self._steps_s(self._planned))
 

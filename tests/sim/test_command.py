@@ -1,0 +1,82 @@
+import json
+
+import pytest
+
+from verl_war.cli import main
+from verl_war.sim.trace import read_trace
+
+TINY = ("simulate", "--hardware", "cpu_2core", "--replicas", "2", "--workload", "small", "--seeds", "2")
+
+
+def test_table_plot_and_json(tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = [*TINY, "--load", "4,16", "--policies", "war,upper_bound,stock_offload", "--out", str(out)]
+    assert main(arguments) == 0
+    table = capsys.readouterr().out
+    assert "trajectories per replica" in table and "upper_bound" in table and "ideal" in table
+    assert (out / "simulate.png").stat().st_size > 5000
+    assert (out / "simulate.txt").read_text() in table
+    report = json.loads((out / "simulate.json").read_text())
+    assert len(report["runs"]) == 2 * 2 * 4
+    assert {run["policy"] for run in report["runs"]} == {"stock", "war", "upper_bound", "stock_offload"}
+    assert report["hardware"]["name"] == "cpu_2core"
+    assert report["workload"]["shape"]["group_size"] == 8
+    stock = [row for row in report["summary"] if row["policy"] == "stock"]
+    assert [row["ratio_mean"] for row in stock] == [1.0, 1.0]
+    first = [run for run in report["runs"] if run["load"] == 16 and run["seed"] == 1]
+    assert len({(run["turns"], run["output_tokens"], run["prompt_tokens"]) for run in first}) == 1
+
+
+def test_trace_and_its_hardware_from_files(tmp_path, capsys):
+    trace, hardware = tmp_path / "work.jsonl", tmp_path / "mine.json"
+    assert main([*TINY, "--load", "4", "--write-trace", str(trace)]) == 0
+    assert len(read_trace(trace)) == 8
+    hardware.write_text('{"base_s": 0.01, "per_token_s": 0.0005, "kv_capacity_tokens": 8192}')
+    arguments = ["--workload", str(trace), "--hardware", str(hardware), "--seeds", "1", "--out", str(tmp_path / "o")]
+    assert main([*TINY, *arguments]) == 0
+    assert "mine, 2 replicas" in capsys.readouterr().out
+
+
+def test_war_settings_reach_the_manager(tmp_path, capsys):
+    def hits(*arguments):
+        assert main([*TINY, "--load", "16", "--policies", "war", "--out", str(tmp_path), *arguments]) == 0
+        report = json.loads((tmp_path / "simulate.json").read_text())
+        return {run["policy"]: run["held_s"] for run in report["runs"] if run["seed"] == 1}
+
+    assert hits()["war"] > 0
+    assert hits("--war", "admission.enabled=false")["war"] == 0
+    assert main([*TINY, "--policies", "war", "--war", "admission.frction=1", "--load", "4"]) == 2
+    assert "admission.frction" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["--load", "16,many"], "--load: 'many' is not a number"),
+        (["--load", "0"], "--load 0 must be between"),
+        (["--load", "nan"], "--load nan must be between"),
+        (["--replicas", "0"], "--replicas 0 must be between 1 and 10000"),
+        (["--seeds", "-1"], "--seeds -1 must be between"),
+        (["--policies", "stok"], "'stok' is unknown (did you mean 'stock'?)"),
+        (["--hardware", "a100"], "--hardware 'a100' is unknown; expected one of cpu_2core"),
+        (["--workload", "heavy"], "--workload 'heavy' is unknown; expected one of default"),
+        (["--workload", "none.jsonl"], "trace none.jsonl: cannot be read"),
+        (["--workload", "none.jsonl", "--load", "4"], "--load 4 is for generated workloads"),
+        (["--slow", "0"], "--slow: '0' is not INDEX:FACTOR"),
+        (["--slow", "5:2"], "--slow INDEX 5 must be between 0 and 1"),
+        (["--war", "admission=1"], "--war 'admission=1' is not GROUP.KEY=VALUE"),
+        (["--kv-capacity", "500"], "but a replica of cpu_2core holds 448"),
+        (["--misstated-capacity", "0"], "--misstated-capacity 0 must be"),
+    ],
+)
+def test_bad_options_are_explained(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert main([*TINY, *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_out_that_is_a_file(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main([*TINY, "--load", "4", "--out", str(tmp_path / "file")]) == 2
+    assert "is a file" in capsys.readouterr().err
