@@ -10,15 +10,17 @@ class LocalActor:
         self.target = target
         self.calls = []
         self._tasks = set()
+        self._killed = set()
         self._death = None
 
     def die(self, error=None):
         from ray.exceptions import ActorDiedError
 
         self._death = error or ActorDiedError()
-        for task in list(self._tasks):
+        for task in self._tasks:
             task.cancel()
-        self._tasks.clear()
+        self._killed |= self._tasks
+        self._tasks = set()
 
     def revive(self, target):
         self.target, self._death = target, None
@@ -38,6 +40,8 @@ class _Method:
         return asyncio.ensure_future(self._run(args, kwargs))
 
     async def _run(self, args, kwargs):
+        from ray.exceptions import ActorDiedError
+
         if self._actor._death is not None:
             raise self._actor._death
         if self._name == "__ray_ready__":
@@ -47,8 +51,8 @@ class _Method:
         try:
             return await asyncio.shield(task)  # as with Ray, a caller that goes away stops nothing
         except asyncio.CancelledError:
-            if self._actor._death is not None:
-                raise self._actor._death from None
+            if task in self._actor._killed:
+                raise ActorDiedError() from None
             raise
         finally:
             if task.done():
@@ -93,8 +97,8 @@ class FakeServer:
     async def war_snapshot(self):
         from verl_war.core.types import ReplicaSnapshot
 
-        if self.is_mute:
-            await asyncio.sleep(3600)
+        while self.is_mute:
+            await asyncio.sleep(0.01)
         if self.reading_error:
             raise self.reading_error
         usage = min(1.0, sum(self.running.values()) / self.kv_capacity_tokens)

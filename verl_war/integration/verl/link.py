@@ -150,8 +150,7 @@ class RouterLink:
         if error is not None:
             logger.warning("router: up -> down (%s)", cause_of(error))
         deadline_s = time.monotonic() + ROUTER_RETURN_S
-        context = ray.get_runtime_context()
-        handle = context.current_actor if context.get_actor_id() is not None else None
+        handle = _own_actor()
         while True:
             try:
                 self._pool = await self.router.join.remote(
@@ -166,3 +165,11 @@ class RouterLink:
         self._is_joined = True
         if error is not None:
             logger.warning("router: down -> up (started again by Ray; %d replicas)", len(self._pool.servers))
+
+
+def _own_actor() -> Any:
+    """The actor that this process is; None in a driver."""
+    if not ray.is_initialized():  # asking for the context would start a cluster
+        return None
+    context = ray.get_runtime_context()
+    return context.current_actor if context.get_actor_id() is not None else None
