@@ -161,8 +161,13 @@ def ask_everything(engine):
     answers["short prompts"] = generate(engine, [[5], [7, 7], contexts[0][:3]], GREEDY)
     long = [(contexts[0] * 9)[: MAX_MODEL_LEN - left] for left in (1, 2, 9, 30)]
     answers["end of the context"] = generate(engine, [*contexts[:4], *long], GREEDY | {"max_tokens": 60})
-    answers["preempted"] = generate(engine, [(c * 9)[:350] for c in contexts * 8], GREEDY | {"max_tokens": 150})
+    answers["preempted"] = generate(engine, preempted_prompts(contexts), GREEDY | {"max_tokens": 150})
     return answers
+
+
+def preempted_prompts(contexts):
+    """Prompts that share nothing and, with 150 tokens each, need more KV than there is."""
+    return [[5 + i, *(contexts[i % len(contexts)] * 9)[:349]] for i in range(26)]
 
 
 def reference_answers():

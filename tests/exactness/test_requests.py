@@ -99,8 +99,7 @@ def test_requests_are_preempted_in_these_tests(engine, drafter, contexts, monkey
     preempted = []
     preempt = scheduler._preempt_request
     monkeypatch.setattr(scheduler, "_preempt_request", lambda *a, **k: preempted.append(a) or preempt(*a, **k))
-    prompts = [(context * 9)[:350] for context in contexts * 8]
-    engines.generate(engine, prompts, engines.GREEDY | {"max_tokens": 150})
+    engines.generate(engine, engines.preempted_prompts(contexts), engines.GREEDY | {"max_tokens": 150})
     assert preempted and stats(engine)["restarted_segments"] == 0
 
 
