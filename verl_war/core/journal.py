@@ -31,6 +31,7 @@ class _Event:
 
 
 EVENTS: dict[str, _Event] = {
+    "step_begin": _Event("on_step_begin", {"policy_step": int, "num_trajectories": int, "group_size": int}),
     "replica_up": _Event("on_replica_up", {"replica_id": str}),
     "replica_down": _Event("on_replica_down", {"replica_id": str, "is_lost": bool}),
     "turn": _Event("on_turn", {"turn": Turn}),
@@ -78,6 +79,13 @@ class RecordingManager(WorkloadManager):
     def __init__(self, config: WarConfig, full_determinism: bool, record: Callable[[Entry], None]) -> None:
         super().__init__(config, full_determinism)
         self._record = record
+
+    def on_step_begin(
+        self, policy_step: int, num_trajectories: int, now_s: float, group_size: int = 1
+    ) -> list[Placement]:
+        placements = super().on_step_begin(policy_step, num_trajectories, now_s, group_size)
+        arguments = {"policy_step": policy_step, "num_trajectories": num_trajectories, "group_size": group_size}
+        return self._note("step_begin", now_s, arguments, placements)
 
     def on_replica_up(self, replica_id: str, now_s: float) -> list[Placement]:
         placements = super().on_replica_up(replica_id, now_s)

@@ -65,6 +65,7 @@ class _Teller:
     def __init__(self, trajectory_id: str) -> None:
         self._trajectory_id = trajectory_id
         self._begin_s: float | None = None
+        self._is_over = False
         self._turns: dict[str, int] = {}
         self._homes: dict[str, str] = {}
 
@@ -75,6 +76,8 @@ class _Teller:
             return
         if self._begin_s is None:
             self._begin_s = at_s
+        if self._is_over:
+            return
         clock = f"{at_s - self._begin_s:9.3f} s  "
         starts = [start for start in record.get("starts", []) if start["trajectory_id"] == self._trajectory_id]
         event = record["event"]
@@ -85,6 +88,7 @@ class _Teller:
         elif event == "turn_abandoned" and record["session_id"] in self._turns:
             yield clock + "its client gives the held turn up"
         elif event == "trajectory_end" and record["trajectory_id"] == self._trajectory_id:
+            self._is_over = True
             yield clock + ("fails" if record["failed"] else "is finished")
         elif event == "replica_down" and record["replica_id"] in self._homes.values():
             yield clock + f"its replica {record['replica_id']} {'breaks' if record['is_lost'] else 'leaves the pool'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import ray
@@ -10,6 +11,10 @@ from verl.trainer.ppo.v1 import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from verl_war.integration.verl import step_metrics, worker_watch
 from verl_war.integration.verl.client import TrajectoryIdentity, current_trajectory, war_client_of
+from verl_war.integration.verl.failures import cause_of
+from verl_war.integration.verl.link import ROUTER_LOST_ERRORS
+
+logger = logging.getLogger(__name__)
 
 # verl exports the worker only as a Ray actor class, which cannot be subclassed; this is the plain class in it.
 _AgentLoopWorkerTQ = AgentLoopWorkerTQ.__ray_metadata__.modified_class
@@ -56,7 +61,8 @@ class WarAgentLoopManager(AgentLoopManagerTQ):
         self._worker_watch: worker_watch.WorkerWatch | None = None
 
     def generate_sequences(self, prompts: TensorDict) -> None:
-        """verl's; remembers which worker gets which prompts."""
+        """verl's; tells the router what is coming, and remembers which worker gets which prompts."""
+        self._announce(prompts)
         if self._worker_watch is None:
             self._worker_watch = worker_watch.WorkerWatch(self.agent_loop_workers, worker_watch.fail_prompts)
         # As verl divides them.
@@ -64,3 +70,13 @@ class WarAgentLoopManager(AgentLoopManagerTQ):
         for worker, chunk in zip(self.agent_loop_workers, chunks, strict=False):
             self._worker_watch.on_dispatch(worker, [str(uid) for uid in chunk["uid"]])
         super().generate_sequences(prompts)
+
+    def _announce(self, prompts: TensorDict) -> None:
+        validate = bool(prompts["validate"]) if "validate" in prompts else False
+        group_size = int(self.rollout_config.val_kwargs.n if validate else self.rollout_config.n)
+        router = self.llm_client.router
+        try:
+            ray.get(router.begin_step.remote(int(prompts["global_steps"]), len(prompts) * group_size, group_size))
+        except ROUTER_LOST_ERRORS as error:
+            # The next turn waits for the router to come back; the announcement only helps its first placements.
+            logger.warning("router: step was not announced (%s)", cause_of(error))

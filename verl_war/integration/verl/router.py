@@ -108,6 +108,11 @@ class WarRouter:
             self._owners.join(owner, handle)
         return self._pool
 
+    async def begin_step(self, policy_step: int, num_trajectories: int, group_size: int) -> None:
+        """So many trajectories are about to start, `group_size` of each prompt."""
+        manager = self._require_manager()
+        self._deliver(manager.on_step_begin(policy_step, num_trajectories, time.monotonic(), group_size))
+
     async def exchange(self, owner: str, messages: Sequence[Message]) -> tuple[int, list[Answer]]:
         """Take in what a process has to say, in order.
 

@@ -1,0 +1,145 @@
+"""A journal leads to the same decisions again, also elsewhere; damage and differences are named."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.replay.conftest import CONFIG
+from verl_war.cli import main
+from verl_war.core.journal import EVENTS, RecordingManager, header
+from verl_war.core.manager import WorkloadManager
+
+
+def lines_of(path):
+    return path.read_text().splitlines()
+
+
+def rewrite(path, number, change):
+    lines = lines_of(path)
+    record = json.loads(lines[number - 1])
+    change(record)
+    lines[number - 1] = json.dumps(record)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def first_line(path, condition):
+    return next(n for n, line in enumerate(lines_of(path), start=1) if n > 1 and condition(json.loads(line)))
+
+
+def test_everything_a_manager_decides_on_is_recorded():
+    events = {name for name in vars(WorkloadManager) if name.startswith("on_")} - {"on_decision_time"}
+    assert events | {"forget_sessions", "report"} == {event.method for event in EVENTS.values()}
+    assert events <= set(vars(RecordingManager))
+
+
+def test_the_same_decisions_come_out(journal, capsys):
+    assert main(["replay", str(journal)]) == 0
+    assert capsys.readouterr().out.startswith("identical: ")
+    records = [json.loads(line) for line in lines_of(journal)]
+    reasons = {start["reason"] for record in records for start in record.get("starts", [])}
+    assert {"priced", "sticky", "resumed"} <= reasons, "the recorded run is worth replaying"
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "2"])
+def test_also_in_a_process_that_hashes_strings_differently(journal, hash_seed):
+    command = [sys.executable, "-m", "verl_war.cli", "replay", str(journal)]
+    result = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": hash_seed}, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_first_difference_is_shown(journal, capsys):
+    number = first_line(journal, lambda record: record.get("starts"))
+
+    def move(record):
+        record["starts"][0]["replica_id"] = "elsewhere"
+
+    rewrite(journal, number, move)
+    assert main(["replay", str(journal)]) == 1
+    out = capsys.readouterr().out
+    assert f"journal.jsonl:{number}: " in out and '"replica_id": "elsewhere"' in out and "now to" in out
+
+
+def test_another_setting_leads_elsewhere(journal, capsys):
+    rewrite(journal, 1, lambda record: record["config"]["admission"].update(admit_fraction=0.4))
+    assert main(["replay", str(journal)]) == 1
+    assert "different after" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: path.write_text(""), ["is empty"]),
+        (lambda path: path.unlink(), ["cannot be read: No such file"]),
+        (lambda path: path.write_text(path.read_text()[:-10]), ["the line is cut off", "remove the line"]),
+        (lambda path: path.write_bytes(path.read_bytes()[:500] + b"\xff\xfe\n"), ["journal.jsonl:", "no text"]),
+        (lambda path: path.write_text("\n".join([lines_of(path)[0], "{nonsense", ""])), [":2: no JSON"]),
+        (lambda path: path.write_text("\n".join([lines_of(path)[0], "[1]", ""])), [":2: [1] is no event"]),
+        (lambda path: path.write_text('{"a": 1}\n'), [":1: no header of a WAR journal"]),
+        (lambda path: rewrite(path, 1, lambda r: r.update(war_journal=99)), [":1: war_journal=99", "reads 1"]),
+        (
+            lambda path: rewrite(path, 1, lambda r: r["config"].update(sed=1)),
+            [":1: unknown key", "did you mean 'seed'"],
+        ),
+        (lambda path: rewrite(path, 2, lambda r: r.update(event="party")), [":2: event 'party' is unknown"]),
+        (lambda path: rewrite(path, 2, lambda r: r.pop("at_s")), [":2: event 'replica_up' has no 'at_s'"]),
+        (lambda path: rewrite(path, 2, lambda r: r.update(at_s="now")), [":2: at_s='now'", "not float"]),
+        (lambda path: rewrite(path, 3, lambda r: r.update(replica_id="r9")), [":3: ", "'r9', which no event before"]),
+        (lambda path: rewrite(path, 3, lambda r: r["snapshot"].update(kv_usage=7)), [":3: ", "kv_usage=7"]),
+        (lambda path: rewrite(path, 3, lambda r: r["snapshot"].pop("kv_usage")), [":3: ", "kv_usage"]),
+    ],
+)
+def test_damage_is_named_with_its_line(journal, capsys, damage, words):
+    damage(journal)
+    assert main(["replay", str(journal)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("verl-war replay: ")
+    for word in words:
+        assert word in error
+
+
+def test_placing_by_hash_needs_the_same_hash(journal, capsys):
+    first = header(CONFIG, True)
+    first["hash_check"] += 1
+    journal.write_text(json.dumps(first) + "\n")
+    assert main(["replay", str(journal)]) == 1
+    assert "PYTHONHASHSEED" in capsys.readouterr().err
+
+
+def test_why_tells_of_holding_pausing_and_running(journal, capsys):
+    resumed = first_line(journal, lambda r: any(s["reason"] == "resumed" for s in r.get("starts", [])))
+    start = next(s for s in json.loads(lines_of(journal)[resumed - 1])["starts"] if s["reason"] == "resumed")
+    assert main(["replay", str(journal), "--why", start["trajectory_id"]]) == 0
+    out = capsys.readouterr().out
+    assert "held: its KV does not fit" in out
+    assert f"runs on {start['replica_id']} after {start['held_s']:.3f} s of holding: its KV fits again (resumed)" in out
+    assert "decoding" in out and "price" in out
+    assert out.splitlines()[-1].endswith("is finished")
+
+
+def test_why_tells_of_moves_and_broken_replicas(journal, capsys):
+    lines = [json.loads(line) for line in lines_of(journal)[1:]]
+    last_home = {}
+    for record in lines:
+        for start in record.get("starts", []):
+            if record["at_s"] < next(r["at_s"] for r in lines if r["event"] == "replica_down"):
+                last_home[start["trajectory_id"]] = start["replica_id"]
+    victim = next(name for name, home in last_home.items() if home == "r2")
+    assert main(["replay", str(journal), "--why", victim]) == 0
+    assert "its replica r2 breaks" in capsys.readouterr().out
+
+
+def test_why_of_an_unknown_trajectory_names_similar_ones(journal, capsys):
+    assert main(["replay", str(journal), "--why", "t1x"]) == 1
+    error = capsys.readouterr().err
+    assert "'t1x' is not in" in error and "t1" in error.split("similar:")[1]
+
+
+def test_a_price_is_told_in_words():
+    from verl_war.replay.story import _price
+
+    assert _price({}) == ""
+    told = _price({"prefill_s": 0.25, "queue_s": 0.0, "decode_s": 1.5, "total": 1.75, "saved_s": 2.0})
+    assert told == "; price 1.750 s = prefill of what the cache lacks 0.250 s + decoding 1.500 s, saves 2.000 s"
