@@ -129,10 +129,8 @@ class Ours:
         self.index = HistoryIndex(vocab_size=vocab_size, **options)  # type: ignore[arg-type]
         self.min_prob = min_prob
         self.learn = learn
-        buckets = np.array(MATCH_BUCKETS)
-        self.table = np.tile(1 - 0.75 / (1 + 0.25 * buckets), (len(SOURCES), 1))
-        self.trials = np.full(self.table.shape, 8.0)
-        self.hits = self.table * self.trials
+        self.trials = np.full((len(SOURCES), len(MATCH_BUCKETS)), 8.0)
+        self.hits = self.trials * [0.15, 0.2, 0.35, 0.6, 0.65, 0.75, 0.8, 0.85, 0.85, 0.9, 0.9, 0.95]
         self.batch: DraftBatch | None = None
 
     def begin_step(self, step: int) -> None:
@@ -166,8 +164,7 @@ class Ours:
                 bucket = match_bucket(int(batch.match_length[row]) + ahead)
                 self.trials[batch.source[row], bucket] += 1
                 self.hits[batch.source[row], bucket] += ahead < count
-        self.table = self.hits / self.trials
-        self.index.set_acceptance(self.table)
+        self.index.set_acceptance(self.hits / self.trials)
 
     def end(self, row: int) -> None:
         self.index.finish(row)

@@ -33,7 +33,7 @@ class Candidate:
 
 
 class ReferenceIndex:
-    def __init__(self, min_match=(3, 3, 5), max_match=64, max_candidates=48, age_decay=0.8, vote_prior=2.0):
+    def __init__(self, min_match=(2, 2, 3), max_match=64, max_candidates=48, age_decay=0.8, vote_prior=4.0):
         self.min_match = min_match
         self.max_match = max_match
         self.max_candidates = max_candidates
@@ -42,7 +42,7 @@ class ReferenceIndex:
         self.texts = {}
         self.positions = []  # (text, offset) in order of insertion
         self.uid = 0
-        self.table = [[1.0 - 0.75 / (1.0 + 0.25 * start) for start in MATCH_BUCKETS] for _ in range(4)]
+        self.table = [[0.5] * len(MATCH_BUCKETS) for _ in range(4)]
 
     def begin(self, key, group, step, prompt):
         shared_from = max(0, len(prompt) - self.max_match)

@@ -89,14 +89,14 @@ def test_a_single_match_claims_its_measured_acceptance():
 
 
 def test_votes_that_agree_raise_the_probability_and_others_lower_it():
-    history, context = index(), text(0, 30)
+    history, context = index(vote_prior=2.0), text(0, 30)
+    history.set_acceptance(np.full((4, 12), 0.9))
     for key, following in enumerate([1, 1, 1, 2]):
         history.begin(key, 7, 0, [*context, following, 50 + key])
     history.begin(9, 7, 0, context)
     draft = history.draft(9, 1)
     assert draft.tokens.tolist() == [1] and draft.votes == 4
-    single = 1 - 0.75 / (1 + 0.25 * 25)
-    assert draft.probs[0] == pytest.approx((2 + 2 * single) / (3 + 2))
+    assert draft.probs[0] == pytest.approx((2 + 2 * 0.9) / (3 + 2))
 
 
 def test_recent_text_outvotes_old_text():
@@ -205,7 +205,7 @@ def test_tiny_texts(length):
     history = index()
     history.begin(1, 7, 0, [5] * length)
     history.begin(2, 7, 0, [5] * length)
-    assert history.draft(1, 8).tokens.tolist() in ([], [5] * 8)
+    assert set(history.draft(1, 8).tokens.tolist()) <= {5}
     assert len(history.draft(1, 8, context=[]).tokens) == 0
     history.finish(1)
     history.finish(2)

@@ -35,9 +35,9 @@ class HistoryConfig:
             Their number bounds what one prompt, repeated every epoch, takes from the others.
         min_kept_tokens: Finished trajectories that generated less are forgotten; they match nothing of use.
         sources: Which sources may draft; others are not looked up and their tables not built.
-        min_match_own: Tokens of context that must match in the own text. One file name quoted has about three.
+        min_match_own: Tokens of context that must match in the own text. Two find what one-token chance does not.
         min_match_group: The same in texts of the group.
-        min_match_global: The same in other texts; more, since most short matches there are chance.
+        min_match_global: The same in other texts; more, since short matches are chance more often there.
         max_match_tokens: Longest context compared. A longer one does not predict better.
         max_candidates: Most recent matching places looked at per scope. Bounds the time of a draft.
         age_decay: Factor on a vote per policy step of age.
@@ -49,13 +49,13 @@ class HistoryConfig:
     keep_per_group: int = 64
     min_kept_tokens: int = 8
     sources: tuple[str, ...] = SOURCES
-    min_match_own: int = 3
-    min_match_group: int = 3
-    min_match_global: int = 5
+    min_match_own: int = 2
+    min_match_group: int = 2
+    min_match_global: int = 3
     max_match_tokens: int = 64
     max_candidates: int = 48
     age_decay: float = 0.8
-    vote_prior: float = 2.0
+    vote_prior: float = 4.0
 
     def __post_init__(self) -> None:
         for name, (low, high) in RANGES.items():

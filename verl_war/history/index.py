@@ -167,13 +167,13 @@ class HistoryIndex:
         *,
         vocab_size: int,
         max_bytes: int = 512 << 20,
-        min_match_own: int = 3,
-        min_match_group: int = 3,
-        min_match_global: int = 5,
+        min_match_own: int = 2,
+        min_match_group: int = 2,
+        min_match_global: int = 3,
         max_match_tokens: int = 64,
         max_candidates: int = 48,
         age_decay: float = 0.8,
-        vote_prior: float = 2.0,
+        vote_prior: float = 4.0,
         sources: tuple[str, ...] = SOURCES,
     ) -> None:
         """Make an empty index.

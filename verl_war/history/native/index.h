@@ -28,6 +28,9 @@ constexpr int kMaxGram = 8;       // largest min_match
 constexpr int kMaxContext = 256;  // largest max_match_tokens
 
 constexpr std::array<int, 12> kMatchBuckets = {1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49};
+// Acceptance of a single match until it is measured: of scripted agents' text and of made-up text, rounded down.
+constexpr std::array<float, 12> kPriorAcceptance = {0.15f, 0.2f,  0.35f, 0.6f, 0.65f, 0.75f,
+                                                    0.8f,  0.85f, 0.85f, 0.9f, 0.9f,  0.95f};
 int match_bucket(int match_length);
 
 struct UnknownKey : std::runtime_error {

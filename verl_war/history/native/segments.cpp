@@ -24,9 +24,8 @@ Index::Index(const Options& given) : options(given) {
     const uint32_t mask = options.source_mask;
     chain_on_ = {(mask & 1u << kOwn) != 0, (mask & (1u << kSiblings | 1u << kEarlierSteps)) != 0,
                  (mask & 1u << kGlobal) != 0};
-    // Until it is measured: longer matches are likelier to go on. The shape is that of the demo policy's first steps.
     for (int source = 0; source < kNumSources; ++source) {
-        for (int start : kMatchBuckets) acceptance_.push_back(static_cast<float>(1.0 - 0.75 / (1.0 + 0.25 * start)));
+        acceptance_.insert(acceptance_.end(), kPriorAcceptance.begin(), kPriorAcceptance.end());
     }
 }
 
