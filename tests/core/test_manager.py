@@ -228,9 +228,20 @@ def test_decision_times_are_reported_in_microseconds(manager):
 
 
 def test_every_documented_metric_is_reported_and_no_other(manager):
+    from verl_war.core.placement import PRICE_TERMS
     from verl_war.core.step_stats import METRICS
+    from verl_war.core.types import Reason
 
-    documented = {name.replace("{i}", str(i)) for name in METRICS for i in ((0, 1) if "{i}" in name else (0,))}
+    values = {
+        "{i}": ("0", "1"),
+        "{reason}": [reason.value for reason in Reason],
+        "{term}": [term.removesuffix("_s") for term in PRICE_TERMS],
+    }
+    documented = set(METRICS)
+    for mark, replacements in values.items():
+        for name in [name for name in documented if mark in name]:
+            documented.remove(name)
+            documented.update(name.replace(mark, value) for value in replacements)
     assert set(manager.report()) == documented
 
 

@@ -282,3 +282,24 @@ def test_everything_ends_empty():
     manager.report()
     report = manager.report()
     assert report["war/replica/0/kv_tokens_peak"] == report["war/replica/1/kv_tokens_peak"] == 0
+
+
+def test_what_decides_is_counted_and_terms_that_never_do_are_named():
+    manager = manager_of("abcd", capacity=10**7)
+    for number, sibling in enumerate(siblings("g", 500, tokens=8_000)):
+        manager.on_turn(sibling, float(number))
+    report = manager.report()
+    decisive = {name: report[f"war/decisive_{name}"] for name in ("prefill", "decode", "queue", "offload", "overflow")}
+    assert decisive["decode"] > 0.5, decisive
+    assert report["war/degenerate_terms"] == sum(share == 0 for share in decisive.values()) > 0
+    assert report["war/starts_priced"] == 500
+    assert report["war/replica/0/working_set_peak"] > 0
+
+
+def test_predicted_and_measured_time_of_priced_turns_are_compared():
+    manager = manager_of()
+    (placed,) = manager.on_turn(turn("s", 1_000), 0.0)
+    end(manager, placed, 2.5)
+    report = manager.report()
+    assert report["war/turn_s_predicted"] == pytest.approx(placed.price_s["turn_s"])
+    assert report["war/turn_s_measured"] == 2.5

@@ -14,13 +14,16 @@ from verl_war.core.cache_view import CacheView
 from verl_war.core.config import WarConfig
 from verl_war.core.cost_model import StepTimeFit
 from verl_war.core.fleet import Conversation, Fleet, Replica
-from verl_war.core.placement import StockPlacement
+from verl_war.core.placement import PRICE_TERMS, StockPlacement
 from verl_war.core.progress import Progress
 from verl_war.core.scheduler import Scheduler, Start
 from verl_war.core.step_stats import StepStats
 from verl_war.core.types import Placement, ReplicaSnapshot, Turn, TurnResult
 
 logger = logging.getLogger(__name__)
+
+DEGENERATE_AFTER = 50
+"""Decisions that must have been looked at before a term that decided none of them is called degenerate."""
 
 
 @dataclass(slots=True)
@@ -49,6 +52,9 @@ class _PendingTurn:
     believed_tokens: int
     retained_since_s: float | None
     """When the conversation's last turn ended, if its KV was left alone since; None when it was not."""
+    begin_s: float
+    predicted_s: float | None
+    """What the price said that the turn takes; None where nothing was priced."""
 
 
 @dataclass(slots=True)
@@ -57,6 +63,7 @@ class _ReplicaPeaks:
     kv_tokens: int = 0
     kv_usage: float = 0.0
     preemptions_seen: int = 0
+    working_set_tokens: float = 0.0
 
 
 class WorkloadManager:
@@ -163,6 +170,8 @@ class WorkloadManager:
             self._resize(conversation, max(0, grown), trajectory.validate)
             conversation.retained = not result.failed
         if not trajectory.validate:
+            if pending.predicted_s is not None and not result.failed:
+                self._stats.on_priced_turn(pending.predicted_s, now_s - pending.begin_s)
             self._stats.on_turn_end(replica_id, pending.turn.prompt_tokens, pending.believed_tokens, result)
         return self._drain(now_s)
 
@@ -257,10 +266,22 @@ class WorkloadManager:
         metrics["war/trajectories_live"] = sum(not trajectory.validate for trajectory in self._trajectories.values())
         for replica_id in active:
             metrics.update(self._report_replica(replica_id))
-        if self._scheduler is not None:
-            metrics["war/turns_paused"], self._scheduler.paused = self._scheduler.paused, 0
+        metrics.update(self._report_prices())
         self._stats = StepStats()
         return metrics
+
+    def _report_prices(self) -> dict[str, float]:
+        """Which terms of the price decide anything; zeros while nothing is priced."""
+        sampled, decisive = self._scheduler.placement.take_decisive() if self._scheduler is not None else (0, {})
+        is_known = sampled >= DEGENERATE_AFTER
+        return {
+            "war/turns_paused": self._scheduler.take_paused() if self._scheduler is not None else 0,
+            "war/degenerate_terms": sum(count == 0 for count in decisive.values()) if is_known else 0,
+            **{
+                f"war/decisive_{name.removesuffix('_s')}": decisive.get(name, 0) / sampled if sampled else 0.0
+                for name in PRICE_TERMS
+            },
+        }
 
     def _report_replica(self, replica_id: str) -> dict[str, float]:
         replica, peaks = self._fleet.replicas[replica_id], self._peaks[replica_id]
@@ -269,10 +290,12 @@ class WorkloadManager:
             f"{prefix}/live_trajectories_peak": float(peaks.live_trajectories),
             f"{prefix}/kv_tokens_peak": float(peaks.kv_tokens),
             f"{prefix}/kv_usage_peak": peaks.kv_usage,
+            f"{prefix}/working_set_peak": peaks.working_set_tokens / max(1, replica.capacity_tokens),
             f"{prefix}/trusted_share": replica.trusted_share,
             f"{prefix}/slowness": replica.pace.slowness,
         }
         peaks.live_trajectories, peaks.kv_tokens, peaks.kv_usage = len(replica.admitted), replica.kv_tokens, 0.0
+        peaks.working_set_tokens = replica.working_set_tokens
         return values
 
     def _place_as_stock(self, turn: Turn, conversation: Conversation) -> Start:
@@ -313,7 +336,9 @@ class WorkloadManager:
         trajectory = self._trajectories[turn.trajectory_id]
         trajectory.turns += 1
         retained_since_s = conversation.last_end_s if conversation.retained and not moved else None
-        trajectory.pending.append(_PendingTurn(turn, replica_id, believed, retained_since_s))
+        trajectory.pending.append(
+            _PendingTurn(turn, replica_id, believed, retained_since_s, now_s, start.price_s.get("turn_s"))
+        )
         if not turn.validate:
             self._stats.on_start(start.reason, start.held_s, moved, start.price_s)
         return Placement(session_id=turn.session_id, trajectory_id=turn.trajectory_id, replica_id=replica_id,
@@ -346,3 +371,4 @@ class WorkloadManager:
             replica, peaks = self._fleet.replicas[conversation.replica_id], self._peaks[conversation.replica_id]
             peaks.live_trajectories = max(peaks.live_trajectories, len(replica.admitted))
             peaks.kv_tokens = max(peaks.kv_tokens, replica.kv_tokens)
+            peaks.working_set_tokens = max(peaks.working_set_tokens, replica.working_set_tokens)

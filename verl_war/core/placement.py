@@ -99,6 +99,12 @@ prices are estimates, but only their differences matter, since most of a price i
 of them is taken, ties at random: a strict minimum sends every new conversation of a burst to one replica (verl issue
 7613)."""
 
+PRICE_TERMS = ("prefill_s", "offload_s", "queue_s", "decode_s", "overflow_s")
+"""Terms that add up to a price."""
+
+SAMPLE_EVERY = 8
+"""Of so many decisions one is looked at for what decided it; looking at all would double their cost."""
+
 CANDIDATES = 4
 """Least loaded replicas that are priced besides home and those that hold the group's prompt. Two random choices
 already remove most of the imbalance of one (Mitzenmacher 2001); the least loaded of a heap are better than random."""
@@ -125,9 +131,12 @@ class PricedPlacement:
         self._progress = progress
         self._rng = rng
         self.model = StepTime()
+        self.decisive = dict.fromkeys(PRICE_TERMS, 0)
+        self.sampled = 0
+        self._decisions = 0
 
     def price(self, turn: Turn, conversation: Conversation, replica: Replica, now_s: float) -> dict[str, float]:
-        """Terms of the price of `replica`, in seconds; their sum under `total`."""
+        """Terms of the price of `replica` in seconds, their sum as `total`, and the time of one turn as `turn_s`."""
         model, slowness = self.model, replica.pace.slowness
         at_home = conversation.admitted and conversation.replica_id == replica.replica_id
         cached = self._cache_view.believed_tokens(replica.replica_id, turn.session_id, turn.group_id, turn.block_hashes)
@@ -138,14 +147,16 @@ class PricedPlacement:
         kv_tokens = duty * (replica.kv_tokens - at_home * conversation.context_tokens) + turn.prompt_tokens
         working_set = replica.working_set_tokens + (0.0 if at_home else conversation.need_tokens)
         overflow = max(0.0, working_set - replica.trusted_tokens)
+        decode_s = slowness * self._progress.output_tokens * model.step_s(decoding, kv_tokens)
         terms = {
             "prefill_s": slowness * model.prefill_s(max(0, turn.prompt_tokens - cached + lost)),
             "offload_s": slowness * model.prefill_s(offloaded) * self._config.offload_price_share,
             "queue_s": max(0.0, replica.prefill_until_s - now_s),
-            "decode_s": slowness * turns * self._progress.output_tokens * model.step_s(decoding, kv_tokens),
+            "decode_s": turns * decode_s,
             "overflow_s": slowness * turns * model.prefill_s(overflow),
         }
         terms["total"] = sum(terms.values())
+        terms["turn_s"] = terms["prefill_s"] + terms["offload_s"] + terms["queue_s"] + decode_s
         return terms
 
     def _evicted(self, conversation: Conversation, replica: Replica, cached: int) -> tuple[float, float]:
@@ -180,12 +191,30 @@ class PricedPlacement:
     ) -> tuple[Replica, dict[str, float]]:
         """The least loaded of the replicas whose price is within `PRICE_EPSILON` of the least; ties at random."""
         priced = [(self.price(turn, conversation, replica, now_s), replica) for replica in replicas]
+        self._note_decisive([terms for terms, _ in priced])
         totals = [terms["total"] for terms, _ in priced]
         limit = min(totals) + PRICE_EPSILON * (max(totals) - min(totals))
         near = [(terms, replica) for terms, replica in priced if terms["total"] <= limit]
         load = min(replica.load for _, replica in near)
         terms, replica = self._rng.choice([pair for pair in near if pair[1].load <= load])
         return replica, terms
+
+    def _note_decisive(self, prices: Sequence[dict[str, float]]) -> None:
+        """Of every `SAMPLE_EVERY`th decision, note which terms it would have gone elsewhere without."""
+        self._decisions += 1
+        if len(prices) < 2 or self._decisions % SAMPLE_EVERY:
+            return
+        self.sampled += 1
+        cheapest = min(prices, key=lambda terms: terms["total"])
+        for name in PRICE_TERMS:
+            if min(prices, key=lambda terms: terms["total"] - terms[name]) is not cheapest:
+                self.decisive[name] += 1
+
+    def take_decisive(self) -> tuple[int, dict[str, int]]:
+        """Decisions looked at since the last call, and how many each term of the price decided."""
+        sampled, decisive = self.sampled, self.decisive
+        self.sampled, self.decisive = 0, dict.fromkeys(PRICE_TERMS, 0)
+        return sampled, decisive
 
     def move(
         self, turn: Turn, conversation: Conversation, home: Replica, now_s: float

@@ -106,6 +106,11 @@ class Scheduler:
         if held is not None:
             self.queue.remove(held)
 
+    def take_paused(self) -> int:
+        """Conversations paused since the last call."""
+        paused, self.paused = self.paused, 0
+        return paused
+
     def control(self, replica: Replica, now_s: float) -> None:
         """Let the controller look at a replica's evidence."""
         changed = self.trust.decide(replica, is_full=len(self.queue) > 0, now_s=now_s)

@@ -41,6 +41,12 @@ METRICS: dict[str, tuple[str, str]] = {
     "war/snapshots_rejected": ("count", "of these, refused because their numbers cannot be"),
     "war/router_decision_p50_us": ("us", "time of one placement decision, validation included, median"),
     "war/router_decision_p99_us": ("us", "the same, 99th percentile"),
+    "war/turn_s_predicted": ("s", "time that priced turns were expected to take, summed"),
+    "war/turn_s_measured": ("s", "time that the same turns took"),
+    "war/starts_{reason}": ("count", "turns started for this reason; the reasons are those of `core.types.Reason`"),
+    "war/decisive_{term}": ("0..1", "share of priced decisions that would be another without this term of the price"),
+    "war/degenerate_terms": ("count", "terms of the price that decided nothing although many decisions were priced"),
+    "war/replica/{i}/working_set_peak": ("ratio", "largest working set over the KV capacity"),
     "war/replica/{i}/trusted_share": ("ratio", "share of its KV capacity that admission fills"),
     "war/replica/{i}/slowness": ("ratio", "measured over modelled seconds of its engine iterations"),
     "war/replica/{i}/live_trajectories_peak": (
@@ -68,6 +74,9 @@ class StepStats:
     turns_moved: int = 0
     turns_overdue: int = 0
     move_saving_s: float = 0.0
+    turn_s_predicted: float = 0.0
+    turn_s_measured: float = 0.0
+    starts: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
     preemptions: int = 0
     replicas_lost: int = 0
     snapshots_missing: int = 0
@@ -84,11 +93,17 @@ class StepStats:
 
     def on_start(self, reason: Reason, held_s: float, moved: bool, price_s: Mapping[str, float]) -> None:
         """Count a turn that starts."""
+        self.starts[reason] += 1
         self.turns_moved += moved
         self.turns_overdue += reason in (Reason.STARVED, Reason.DEADLINE)
         self.move_saving_s += price_s.get("saved_s", 0.0)
         if held_s > 0:
             self.held_times_s.append(held_s)
+
+    def on_priced_turn(self, predicted_s: float, measured_s: float) -> None:
+        """Count what a priced turn was expected to take and what it took."""
+        self.turn_s_predicted += predicted_s
+        self.turn_s_measured += measured_s
 
     def on_turn_end(self, replica_id: str, prompt_tokens: int, believed_tokens: int, result: TurnResult) -> None:
         """Count a finished turn and the tokens its replica computed."""
@@ -135,6 +150,9 @@ class StepStats:
             "war/held_s": sum(held_s),
             "war/held_p99_s": percentile(held_s, 0.99),
             "war/move_saving_s": self.move_saving_s,
+            "war/turn_s_predicted": self.turn_s_predicted,
+            "war/turn_s_measured": self.turn_s_measured,
+            **{f"war/starts_{reason.value}": count for reason, count in self.starts.items()},
             "war/turns_moved": self.turns_moved,
             "war/preemptions": self.preemptions,
             "war/replicas_lost": self.replicas_lost,
