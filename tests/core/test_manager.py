@@ -228,21 +228,10 @@ def test_decision_times_are_reported_in_microseconds(manager):
 
 
 def test_every_documented_metric_is_reported_and_no_other(manager):
-    from verl_war.core.placement import PRICE_TERMS
-    from verl_war.core.step_stats import METRICS
-    from verl_war.core.types import Reason
+    from verl_war.core.step_stats import METRICS, metric_names
 
-    values = {
-        "{i}": ("0", "1"),
-        "{reason}": [reason.value for reason in Reason],
-        "{term}": [term.removesuffix("_s") for term in PRICE_TERMS],
-    }
-    documented = set(METRICS)
-    for mark, replacements in values.items():
-        for name in [name for name in documented if mark in name]:
-            documented.remove(name)
-            documented.update(name.replace(mark, value) for value in replacements)
-    assert set(manager.report()) == documented
+    names = metric_names(replicas=2)
+    assert set(manager.report()) == set(names) and set(names.values()) == set(METRICS)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl_war.compare.report import QUANTITIES, Quantity
-from verl_war.core.step_stats import METRICS
+from verl_war.core.step_stats import METRICS, metric_names
 
 NOTHING = "-"
 
@@ -32,9 +32,10 @@ def comparison_rows(summary: dict[str, Any]) -> list[list[str]]:
 def war_rows(metrics: dict[str, dict[str, float]]) -> list[list[str]]:
     """Header and rows of the table of WAR's own metrics."""
     rows = [["metric", "unit", "median", "min", "max"]]
+    replicas = 1 + max((int(part) for key in metrics for part in key.split("/") if part.isdigit()), default=0)
+    names = metric_names(replicas)
     for key, values in metrics.items():
-        pattern = "/".join("{i}" if part.isdigit() else part for part in key.split("/"))
-        unit = METRICS[pattern][0] if pattern in METRICS else NOTHING
+        unit = METRICS[names[key]][0] if key in names else NOTHING
         rows.append([key, unit, *(f"{values[name]:.6g}" for name in ("median", "min", "max"))])
     return rows
 

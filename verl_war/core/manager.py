@@ -14,11 +14,11 @@ from verl_war.core.cache_view import CacheView
 from verl_war.core.config import WarConfig
 from verl_war.core.cost_model import StepTimeFit
 from verl_war.core.fleet import Conversation, Fleet, Replica
-from verl_war.core.placement import PRICE_TERMS, StockPlacement
+from verl_war.core.placement import StockPlacement
 from verl_war.core.progress import Progress
 from verl_war.core.scheduler import Scheduler, Start
 from verl_war.core.step_stats import StepStats
-from verl_war.core.types import Placement, ReplicaSnapshot, Turn, TurnResult
+from verl_war.core.types import PRICE_TERMS, Placement, ReplicaSnapshot, Turn, TurnResult
 
 logger = logging.getLogger(__name__)
 

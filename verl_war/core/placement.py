@@ -11,7 +11,7 @@ from verl_war.core.config import SchedulingConfig
 from verl_war.core.cost_model import StepTime
 from verl_war.core.fleet import Conversation, Fleet, Replica
 from verl_war.core.progress import Progress
-from verl_war.core.types import Reason, Turn
+from verl_war.core.types import PRICE_TERMS, Reason, Turn
 
 STOCK_SESSION_CAPACITY = 10_000
 """verl forgets the least recently used session beyond this many
@@ -98,9 +98,6 @@ PRICE_EPSILON = 0.1
 prices are estimates, but only their differences matter, since most of a price is the same everywhere. The least loaded
 of them is taken, ties at random: a strict minimum sends every new conversation of a burst to one replica (verl issue
 7613)."""
-
-PRICE_TERMS = ("prefill_s", "offload_s", "queue_s", "decode_s", "overflow_s")
-"""Terms that add up to a price."""
 
 SAMPLE_EVERY = 8
 """Of so many decisions one is looked at for what decided it; looking at all would double their cost."""

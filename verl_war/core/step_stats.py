@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from verl_war.core.types import Reason, TurnResult
+from verl_war.core.types import PRICE_TERMS, Reason, TurnResult
 
 METRICS: dict[str, tuple[str, str]] = {
     "war/trajectories": ("count", "training trajectories that ended since the last report"),
@@ -60,6 +60,20 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
 }
 """Metric name -> (unit, source). `{i}` is the replica's number in order of joining."""
+
+
+def metric_names(replicas: int) -> dict[str, str]:
+    """Every metric of a fleet of so many replicas -> its name in `METRICS`."""
+    values = {
+        "{i}": [str(index) for index in range(replicas)],
+        "{reason}": [reason.value for reason in Reason],
+        "{term}": [term.removesuffix("_s") for term in PRICE_TERMS],
+    }
+    names: dict[str, str] = {}
+    for name in METRICS:
+        mark = next((mark for mark in values if mark in name), "")
+        names.update({name.replace(mark, value): name for value in values[mark]} if mark else {name: name})
+    return names
 
 
 @dataclass(slots=True)

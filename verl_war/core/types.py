@@ -32,6 +32,10 @@ class Reason(str, Enum):
     """Its KV does not fit, but nothing else is admitted on the replica."""
 
 
+PRICE_TERMS = ("prefill_s", "offload_s", "queue_s", "decode_s", "overflow_s")
+"""Terms that add up to the price of a replica; see `core.placement`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One generation request of a trajectory, as the client describes it. Holds no token ids.
