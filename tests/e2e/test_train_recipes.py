@@ -18,7 +18,7 @@ TRAJECTORIES = 4 * 4
 
 ZERO_UNLESS_IN_TROUBLE = {
     *("war/trajectories_failed", "war/turns_failed", "war/turns_aborted", "war/preemptions", "war/trajectories_live"),
-    *("war/replicas_lost", "war/snapshots_missed", "war/snapshots_rejected", "war/turns_overdue"),
+    *("war/replicas_lost", "war/snapshots_missing", "war/snapshots_rejected", "war/turns_overdue"),
 }
 """Counts that stay zero in a healthy synchronous run; unit tests move them."""
 
