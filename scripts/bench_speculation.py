@@ -119,17 +119,9 @@ def make_engine(model: str, *, speculative: bool) -> Any:
     """An engine in this process, with or without speculation."""
     from vllm import LLM
 
-    options: dict[str, Any] = {}
-    if speculative:
-        schedule = [[1, 4096, MAX_DRAFT_TOKENS]]
-        options = {
-            "speculative_config": {
-                "method": "suffix",
-                "num_speculative_tokens": MAX_DRAFT_TOKENS,
-                "num_speculative_tokens_per_batch_size": schedule,
-            },
-            "additional_config": {"war_speculation": {"mode": "off"}},
-        }
+    from verl_war.integration.vllm.proposer import engine_options
+
+    options = engine_options({"mode": "off"}, MAX_DRAFT_TOKENS) if speculative else {}
     return LLM(
         model=model,
         dtype="bfloat16",

@@ -31,11 +31,10 @@ def make_engine(war=None, **options):
     from vllm import LLM
 
     if war is not None:
-        options |= {
-            "speculative_config": speculative_config(),
-            "additional_config": {"war_speculation": war},
-            "worker_extension_cls": "verl_war.integration.vllm.worker.SpeculationCalls",
-        }
+        from verl_war.integration.vllm.proposer import engine_options
+
+        options |= engine_options(war, MAX_DRAFT_TOKENS)
+        options["worker_extension_cls"] = "verl_war.integration.vllm.worker.SpeculationCalls"
     return LLM(
         **{
             "model": str(MODEL),
@@ -52,14 +51,6 @@ def make_engine(war=None, **options):
         }
         | options
     )
-
-
-def speculative_config():
-    return {
-        "method": "suffix",
-        "num_speculative_tokens": MAX_DRAFT_TOKENS,
-        "num_speculative_tokens_per_batch_size": [[1, 4096, MAX_DRAFT_TOKENS]],
-    }
 
 
 def runner_of(engine):
