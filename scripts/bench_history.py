@@ -2,8 +2,8 @@
 
     python -m scripts.bench_history --out recipes/baseline_comparison/results/history
 
-Speed, memory and the delay of other threads on made-up trajectories of several sizes; accepted tokens on episodes
-that the demo policy plays with the real tools. Every arm of every size runs in a process of its own. Writes
+Speed, memory and the delay of other threads on made-up trajectories of several sizes; accepted tokens on attempts
+of the scripted coding agents with the real tools. Every arm of every size runs in a process of its own. Writes
 ``results.json`` and ``results.md``.
 """
 
@@ -28,7 +28,7 @@ import numpy as np
 import psutil
 
 from scripts.history_replay import Arctic, Drafter, Ours, replay
-from scripts.history_texts import Trajectory, from_demo_policy, made_up
+from scripts.history_texts import Trajectory, from_scripted_agents, made_up
 from verl_war.compare.machine import describe
 
 VOCAB_SIZE = 150_000
@@ -232,19 +232,14 @@ def quality_arms(vocab_size: int) -> list[Drafter]:
     ]
 
 
-def measure_quality(tasks: int, temperature: float) -> dict[str, Any]:
-    """Accepted tokens on episodes of the demo policy, by arm and policy step."""
-    sample = from_demo_policy(tasks=tasks, steps=2, temperature=temperature, seed=5)
+def measure_quality(tasks: int, replaced: float) -> dict[str, Any]:
+    """Accepted tokens on attempts of the scripted coding agents, by arm and policy step."""
+    trajectories = from_scripted_agents(tasks=tasks, steps=2, replaced=replaced, seed=5)
     arms = {}
-    for drafter in quality_arms(sample.vocab_size):
-        tallies = replay(drafter, sample.trajectories, concurrent=64, max_draft=MAX_DRAFT)
+    for drafter in quality_arms(1 + max(int(trajectory.tokens.max()) for trajectory in trajectories)):
+        tallies = replay(drafter, trajectories, concurrent=64, max_draft=MAX_DRAFT)
         arms[drafter.name] = [tally.row() for tally in tallies]
-    return {
-        "temperature": temperature,
-        "entropy_nats": round(sample.entropy_nats, 3),
-        "episodes": len(sample.trajectories),
-        "arms": arms,
-    }
+    return {"replaced": replaced, "episodes": len(trajectories), "arms": arms}
 
 
 def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -282,13 +277,11 @@ def table(results: dict[str, Any]) -> str:
     for quality in results["quality"]:
         lines += [
             "",
-            f"Episodes of the demo policy, T = {quality['temperature']}, entropy {quality['entropy_nats']} nats:",
-        ]
-        lines += [
+            f"Attempts of the scripted agents, {quality['replaced']:.0%} of their tokens replaced at random:",
             "",
-            "| draft source | step | accepted per look-up | drafted | accepted of drafted |",
-            "|---|---|---|---|---|",
         ]
+        lines += ["| draft source | step | accepted per look-up | drafted | accepted of drafted |"]
+        lines += ["|---|---|---|---|---|"]
         for arm, steps in quality["arms"].items():
             for step, row in enumerate(steps):
                 lines.append(
@@ -303,11 +296,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sizes", default="1e5,1e6,5e6", help="tokens, comma-separated; 5e6 needs 3 GB")
-    parser.add_argument("--tasks", type=int, default=8, help="of each recipe; 0 leaves the episodes out")
-    parser.add_argument("--temperatures", default="1.0,1.6")
+    parser.add_argument("--tasks", type=int, default=16, help="groups of 8 attempts; 0 leaves them out")
+    parser.add_argument("--replaced", default="0,0.1", help="shares of generated tokens to replace at random")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement of delays")
     given = parser.parse_args(arguments)
     arms = ("verl_war", "arctic-inference")
+    given.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {
         "command": shlex.join(
             ["python", "-m", "scripts.bench_history", *(sys.argv[1:] if arguments is None else arguments)]
@@ -326,9 +320,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(results["sizes"][-1], file=sys.stderr)
     results["ingest"] = {arm: in_process(ingest_delays, arm, given.seconds) for arm in arms}
     if given.tasks:
-        for temperature in map(float, given.temperatures.split(",")):
-            results["quality"].append(in_process(measure_quality, given.tasks, temperature))
-    given.out.mkdir(parents=True, exist_ok=True)
+        for replaced in map(float, given.replaced.split(",")):
+            results["quality"].append(in_process(measure_quality, given.tasks, replaced))
     (given.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     (given.out / "results.md").write_text(table(results))
     print(table(results))

@@ -165,6 +165,32 @@ private:
         return true;
     }
 
+    struct Leader {
+        const Candidate* heaviest = nullptr;  // of those that vote for the leading token
+        double agreeing = 0.0, total = 0.0;
+    };
+
+    static Leader leader_of(const std::vector<Candidate>& voters) {
+        Leader leader;
+        for (size_t i = 0; i < voters.size(); ++i) {
+            leader.total += voters[i].weight;
+            double sum = 0.0;
+            const Candidate* heaviest = &voters[i];
+            bool counted = false;
+            for (size_t j = 0; j < voters.size() && !counted; ++j) {
+                if (voters[j].token != voters[i].token) continue;
+                counted = j < i;  // this token had its turn
+                sum += voters[j].weight;
+                if (voters[j].weight > heaviest->weight) heaviest = &voters[j];
+            }
+            if (!counted && sum > leader.agreeing) {
+                leader.agreeing = sum;
+                leader.heaviest = heaviest;
+            }
+        }
+        return leader;
+    }
+
     // Follows the majority. The first vote counts as the measured acceptance of its match, the others as evidence:
     // p = (W_t - w + a w p1) / (W - w + a w), w = heaviest vote for t, a = vote_prior; so p = p1 for a single match.
     void vote(int source, int max_tokens, double min_prob, Result& result) const {
@@ -175,46 +201,22 @@ private:
         const float* accepted = &index_.acceptance_[source * kMatchBuckets.size()];
         double path = 1.0;
         for (int ahead = 0; ahead < max_tokens; ++ahead) {
-            size_t count = 0;
-            double total = 0.0;
-            for (Candidate& voter : voters) {
-                if (!vote_of(voter, ahead, result.tokens)) continue;
-                total += voter.weight;
-                voters[count++] = voter;
-            }
-            voters.resize(count);
-            const Candidate* leader = nullptr;
-            double most = 0.0;
-            for (size_t i = 0; i < count; ++i) {
-                double sum = 0.0;
-                const Candidate* heaviest = &voters[i];
-                bool counted = false;
-                for (size_t j = 0; j < count && !counted; ++j) {
-                    if (voters[j].token != voters[i].token) continue;
-                    counted = j < i;  // this token had its turn
-                    sum += voters[j].weight;
-                    if (voters[j].weight > heaviest->weight) heaviest = &voters[j];
-                }
-                if (!counted && sum > most) {
-                    most = sum;
-                    leader = heaviest;
-                }
-            }
-            if (leader == nullptr) return;
-            const double single = accepted[match_bucket(leader->match_length + ahead)];
-            const double prior = index_.options.vote_prior * leader->weight;
-            const double others = std::max(0.0, total - leader->weight);
-            const double agreeing = std::max(0.0, most - leader->weight);
-            const double prob = (agreeing + prior * single) / (others + prior);
+            const auto silent = [&](Candidate& voter) { return !vote_of(voter, ahead, result.tokens); };
+            voters.erase(std::remove_if(voters.begin(), voters.end(), silent), voters.end());
+            const Leader leader = leader_of(voters);
+            if (leader.heaviest == nullptr) return;
+            const double weight = leader.heaviest->weight, prior = index_.options.vote_prior * weight;
+            const double single = accepted[match_bucket(leader.heaviest->match_length + ahead)];
+            const double agreeing = std::max(0.0, leader.agreeing - weight);
+            const double prob = (agreeing + prior * single) / (std::max(0.0, leader.total - weight) + prior);
             if (path * prob < min_prob) return;
             path *= prob;
+            const int32_t token = leader.heaviest->token;
             result.score += path;
-            result.tokens.push_back(leader->token);
+            result.tokens.push_back(token);
             result.probs.push_back(static_cast<float>(prob));
-            const int32_t token = leader->token;
-            voters.erase(std::remove_if(voters.begin(), voters.end(),
-                                        [token](const Candidate& voter) { return voter.token != token; }),
-                         voters.end());
+            const auto others = [token](const Candidate& voter) { return voter.token != token; };
+            voters.erase(std::remove_if(voters.begin(), voters.end(), others), voters.end());
         }
     }
 
