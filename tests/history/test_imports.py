@@ -15,4 +15,4 @@ def test_history_loads_only_numpy():
     tops = {name.split(".")[0] for name in loaded} - set(sys.stdlib_module_names) - {"__main__", "sitecustomize"}
     assert {name for name in tops if not name.startswith(("_", "distutils"))} <= {"numpy", "verl_war"}
     parts = {name.split(".")[1] for name in loaded if name.startswith("verl_war.")}
-    assert parts <= {"core", "history"}
+    assert parts <= {"core", "history", "version"}
