@@ -69,15 +69,15 @@ class Bench:
         self.runner.drafter = self.proposer
         if arm == PLAIN:
             return
-        from verl_war.history.index import HistoryIndex
         from verl_war.integration.vllm.speculation import Speculation
+        from verl_war.integration.vllm.speculation_drafter import make_store
 
-        index = HistoryIndex(vocab_size=self.llm.llm_engine.vllm_config.model_config.get_vocab_size())
+        self.drafter.store = store = make_store(self.llm.llm_engine.vllm_config, {})
         if arm == "ours history":
-            work.preload_index(index, self.earlier, 0, f"{label}e")
+            work.preload_history(store, self.earlier, 0, f"{label}e")
         if arm in ("ours history", "ours siblings"):
-            work.preload_index(index, self.siblings, 1, f"{label}s")
-        speculation = Speculation(index, self.drafter.speculation.limits)
+            work.preload_history(store, self.siblings, 1, f"{label}s")
+        speculation = Speculation(store, self.drafter.speculation.limits)
         # What a replica has learnt about its step times and acceptance stays; the text is fresh.
         speculation.planner = self.planners.setdefault(arm, speculation.planner)
         self.drafter.speculation = speculation
@@ -101,7 +101,7 @@ class Bench:
             report = self.drafter.report()
             assert report["disabled"] == "", report["disabled"]
             names = ("mean_acceptance_length", "acceptance_rate", "draft_share", "drafting_steps", "regime")
-            run |= {name: report[name] for name in (*names, "index_bytes", "index_tokens", "drafted_tokens")}
+            run |= {name: report[name] for name in (*names, "history/bytes", "history/tokens", "drafted_tokens")}
             run |= {key: value for key, value in report.items() if key.endswith("/accepted_tokens")}
         return run | {"tokens_per_s": run["tokens"] / run["seconds"]}
 

@@ -180,8 +180,8 @@ class _Players:
         self.engine.add_request(request_id, {"prompt_token_ids": context}, params)
 
 
-def preload_index(index: Any, trajectories: list[Trajectory], step: int, label: str) -> int:
-    """Put finished trajectories of a policy step into a draft index; returns their tokens."""
+def preload_history(store: Any, trajectories: list[Trajectory], step: int, label: str) -> int:
+    """Put finished trajectories of a policy step into a history; returns their tokens."""
     from verl_war.history.index import stable_id
 
     total = 0
@@ -189,9 +189,9 @@ def preload_index(index: Any, trajectories: list[Trajectory], step: int, label: 
         prompt, (context, answer) = trajectory.turns[0][0], trajectory.turns[-1]
         key = stable_id(f"{label}:{number}")
         text = np.asarray(context + answer, dtype=np.int32)
-        index.begin(key, stable_id(f"g{trajectory.group}"), step, text[: len(prompt)])
-        index.extend(key, text[len(prompt) :])
-        index.finish(key)
+        store.begin(key, stable_id(f"g{trajectory.group}"), step, text[: len(prompt)])
+        store.append(key, text[len(prompt) :])
+        store.finish(key)
         total += len(text)
     return total
 

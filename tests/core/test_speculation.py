@@ -16,9 +16,10 @@ from verl_war.core.speculation import (
     best_length,
     expected_accepted,
 )
-from verl_war.core.speculation_limits import SOURCES, SpeculationLimits, Watchdog, change_limits
+from verl_war.core.speculation_limits import SpeculationLimits, Watchdog, change_limits
 from verl_war.core.step_time import DraftCost, StepTimeModel, bucket_of, prior_cost
 
+SOURCES = ("own", "siblings", "earlier_steps", "global")
 BUCKETS = (1, 2, 4, 8, 16)
 
 
@@ -299,8 +300,6 @@ def test_batch_buckets_are_exact_when_small_and_ordered():
         ({"min_gain": "big"}, "is str; expected float"),
         ({"min_gain": float("nan")}, "must be between"),
         ({"mode": "on"}, "must be one of auto, always, off"),
-        ({"sources": ["own", "moon"]}, "names 'moon'; known sources: own, siblings"),
-        ({"sources": []}, "is empty"),
         ({"max_drafts": 3}, "unknown speculation parameter max_drafts=3; allowed: mode"),
     ],
 )
@@ -310,8 +309,8 @@ def test_bad_parameters_are_refused(params, message):
 
 
 def test_good_parameters_replace_only_what_they_name():
-    limits = change_limits(SpeculationLimits(), {"mode": "always", "min_gain": 1, "sources": ["own"]})
-    assert limits == SpeculationLimits(mode="always", min_gain=1.0, sources=("own",))
+    limits = change_limits(SpeculationLimits(), {"mode": "always", "min_gain": 1})
+    assert limits == SpeculationLimits(mode="always", min_gain=1.0)
 
 
 def test_watchdog_trips_on_collapse_retries_and_backs_off():

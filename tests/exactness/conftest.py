@@ -29,27 +29,28 @@ def engine(reference):  # after the reference: never two engines at a time
 def drafter(engine):
     """WAR's drafter of the engine, with a fresh index and limits that draft always; restored afterwards."""
     from verl_war.core.speculation_limits import SpeculationLimits
-    from verl_war.history.index import HistoryIndex
     from verl_war.integration.vllm.proposer import drafter_of
     from verl_war.integration.vllm.speculation import Speculation
+    from verl_war.integration.vllm.speculation_drafter import make_store
 
     drafter = drafter_of(engines.runner_of(engine))
     # The watchdog would notice most broken verifiers, too; here the tests shall.
     limits = SpeculationLimits(
         mode="always", max_draft_tokens=engines.MAX_DRAFT_TOKENS, watchdog_min_tokens=1_000_000_000
     )
-    drafter.speculation = Speculation(HistoryIndex(vocab_size=1536), limits)
+    drafter.store = make_store(engine.llm_engine.vllm_config, {})
+    drafter.speculation = Speculation(drafter.store, limits)
     drafter.disabled, drafter.faults = "", 0
     return drafter
 
 
 @pytest.fixture
-def use_index(drafter):
-    """Replaces the index that the drafter drafts from."""
+def use_store(drafter):
+    """Replaces what the drafter drafts from."""
     from verl_war.integration.vllm.speculation import Speculation
 
-    def use(index):
-        drafter.speculation = Speculation(index, drafter.speculation.limits)
-        return drafter
+    def use(store):
+        drafter.store = store
+        drafter.speculation = Speculation(store, drafter.speculation.limits)
 
     return use

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from tests.exactness import engine as engines
 
-
-class ForcedIndex:
+class ForcedDrafts:
     """A draft source that drafts what a test wants, once, behind the first token of every request.
 
     ``plans`` maps a group number to the token that must come first and to the draft behind it.
@@ -19,9 +18,10 @@ class ForcedIndex:
     def __init__(self, plans):
         self.plans = plans
         self.rows = {}
-        self.drafted = 0
+        self.index = self
 
-    def begin(self, key, group, step, prompt):
+    def sync(self, key, group, policy_step, context):
+        assert key not in self.rows, "every request is a trajectory of its own here"
         self.rows[key] = (group, [])
 
     def extend(self, key, tokens, start=None):
@@ -40,7 +40,6 @@ class ForcedIndex:
             group, said = self.rows[int(key)]
             first, draft = self.plans.get(group, (None, []))
             drafts.append(draft[: int(limit)] if said == [first] else [])
-        self.drafted += sum(map(len, drafts))
         lengths = [len(draft) for draft in drafts]
         flat = np.array([token for draft in drafts for token in draft], dtype=np.int32)
         found = np.array(lengths) > 0
@@ -57,6 +56,9 @@ class ForcedIndex:
     def __contains__(self, key):
         return key in self.rows
 
+    def info(self, key):
+        return SimpleNamespace(live=True)
+
     def finish(self, key):
         self.rows.pop(key)
 
@@ -64,7 +66,7 @@ class ForcedIndex:
         assert np.asarray(table).shape == (4, 12)
 
     def stats(self):
-        return {"bytes": 0, "tokens": 0}
+        return {}
 
 
 @dataclass
@@ -162,15 +164,14 @@ class Experiment:
         return values
 
 
-def run(engine, drafter, use_index, model, experiments, samples, seed):
+def run(engine, drafter, use_store, model, experiments, samples, seed):
     """Lets the engine answer ``samples`` equal requests per experiment, all experiments in the same batches."""
     from vllm import SamplingParams
 
     from verl_war.history.index import stable_id
 
     plans = {stable_id(e.name): (e.situation.first, e.draft(model)) for e in experiments}
-    index = ForcedIndex(plans)
-    use_index(index)
+    use_store(ForcedDrafts(plans))
     torch.manual_seed(seed)
     prompts = [{"prompt_token_ids": e.situation.context} for e in experiments]
     params = [
@@ -180,7 +181,7 @@ def run(engine, drafter, use_index, model, experiments, samples, seed):
     for experiment, output in zip(experiments, engine.generate(prompts, params, use_tqdm=False), strict=True):
         experiment.answers = [list(answer.token_ids) for answer in output.outputs]
         assert len(experiment.answers) == samples
-    report = engines.runner_of(engine).drafter.war.report()
+    report = drafter.report()
     assert report["disabled"] == "", report["disabled"]
     assert report["drafted_tokens"] > samples * len(experiments), "drafts were not verified"
 

@@ -39,10 +39,10 @@ def situation(engine, model, reference):
 
 
 @pytest.fixture
-def sample(engine, drafter, use_index, model, situation):
+def sample(engine, drafter, use_store, model, situation):
     def sample(sampling, samples, seed=11):
         experiments = [forced.Experiment(situation, params, kind) for params in sampling for kind in KINDS]
-        forced.run(engine, drafter, use_index, model, experiments, samples, seed)
+        forced.run(engine, drafter, use_store, model, experiments, samples, seed)
         return {e.name: e.p_values(model) for e in experiments}
 
     return sample

@@ -107,7 +107,7 @@ def test_requests_are_preempted_in_these_tests(engine, drafter, contexts, monkey
     preempt = scheduler._preempt_request
     monkeypatch.setattr(scheduler, "_preempt_request", lambda *a, **k: preempted.append(a) or preempt(*a, **k))
     engines.generate(engine, engines.preempted_prompts(contexts), engines.GREEDY | {"max_tokens": 150})
-    assert preempted and stats(engine)["restarted_segments"] == 0
+    assert preempted and stats(engine)["history/edited"] == 0
 
 
 def test_requests_aborted_between_steps(engine, drafter, contexts, reference):
@@ -133,10 +133,24 @@ def test_reports_are_plain_numbers_and_words(engine, drafter, contexts):
     engines.generate(engine, contexts, engines.GREEDY)
     report = stats(engine)
     assert all(isinstance(value, (int, float, str)) for value in report.values())
-    assert report["index_bytes"] > 0 and report["index_tokens"] > 0 and report["steps"] > 0
+    assert report["history/bytes"] > 0 and report["history/tokens"] > 0 and report["steps"] > 0
     assert report["drafted_tokens"] == sum(
         report[f"source/{name}/drafted_tokens"] for name in ("own", "siblings", "earlier_steps", "global")
     )
+
+
+def test_history_goes_to_a_file_and_to_other_replicas(engine, drafter, contexts, tmp_path):
+    engines.generate(engine, contexts, engines.GREEDY, [f"t{i}" for i in range(len(contexts))])
+    engines.generate(engine, contexts[:1], engines.GREEDY)
+    engine.collective_rpc("war_end_trajectories", args=([f"t{i}" for i in range(len(contexts))],))
+    (written,) = engine.collective_rpc("war_history_save", args=(str(tmp_path / "history"),))
+    assert written == (tmp_path / "history").stat().st_size
+    (texts,) = engine.collective_rpc("war_history_load", args=(str(tmp_path / "history"),))
+    assert texts >= len(contexts) - 1
+    (tmp_path / "history").write_bytes(b"garbage")
+    with pytest.raises(RuntimeError, match="damaged"):
+        engine.collective_rpc("war_history_load", args=(str(tmp_path / "history"),))
+    assert engine.collective_rpc("war_history_load", args=(str(tmp_path / "history"), "discard")) == [0]
 
 
 def test_calls_on_an_engine_without_speculation():
@@ -147,7 +161,9 @@ def test_calls_on_an_engine_without_speculation():
     calls = SpeculationCalls()
     calls.model_runner = SimpleNamespace()
     assert calls.war_speculation_stats() is None
-    calls.war_policy_step(3, 2)
+    calls.war_policy_step(3)
+    calls.war_history_apply(b"x")
+    assert calls.war_history_take(1000) == b""
     calls.war_end_trajectories(["t"])
     with pytest.raises(RuntimeError, match="has no WAR speculation"):
         calls.war_set_speculation({})
@@ -158,7 +174,10 @@ def test_wrong_engine_settings_are_refused_at_launch(engine):
 
     config = engine.llm_engine.vllm_config
     for settings, message in [
-        ({"history_bytes": 5}, "at least 1 MiB"),
+        ({"history": {"max_bytes": 5}}, "max_bytes=5 must be between"),
+        ({"history": {"sources": ("own", "moon")}}, "unknown name 'moon'"),
+        ({"history": {"size": 5}}, "unknown key war_speculation.history.size=5"),
+        ({"share_bytes_per_s": 0}, "bytes_per_s=0 must be over 0"),
         ({"drafts": 5}, "unknown speculation parameter drafts=5"),
         ({"mode": "sometimes"}, "must be one of"),
     ]:

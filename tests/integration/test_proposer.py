@@ -5,8 +5,10 @@ import random
 import numpy as np
 import pytest
 
-from verl_war.core.speculation_limits import SOURCES, SpeculationLimits
+from verl_war.core.speculation_limits import SpeculationLimits
 from verl_war.history import index as history
+from verl_war.history.config import HistoryConfig
+from verl_war.history.store import HistoryStore
 from verl_war.integration.vllm.speculation import CLASS_MATCHES, Speculation, StepInput, classes_of
 from verl_war.integration.vllm.speculation_text import LiveRequest, TrajectoryTexts, describe, prompt_group
 
@@ -28,10 +30,11 @@ class Clock:
 class Engine:
     """vLLM's side: rows, sampled tokens, verification. The 'model' continues a fixed text per request."""
 
-    def __init__(self, limits=None, index=None, step_s=0.02):
+    def __init__(self, limits=None, window_steps=5, step_s=0.02):
         self.clock = Clock()
-        self.index = index if index is not None else history.HistoryIndex(vocab_size=VOCAB)
-        self.speculation = Speculation(self.index, limits or SpeculationLimits(mode="always"), self.clock)
+        self.store = HistoryStore(HistoryConfig(window_steps=window_steps), vocab_size=VOCAB, fingerprint="test")
+        self.index = self.store.index
+        self.speculation = Speculation(self.store, limits or SpeculationLimits(mode="always"), self.clock)
         self.requests = {}
         self.batch = []
         self.step_s = step_s
@@ -154,7 +157,7 @@ def test_siblings_and_earlier_steps_draft():
     engine.add("b", prompt, answer, war("t2", group=None))
     engine.run()
     assert engine.speculation.report()["source/siblings/accepted_tokens"] > 40
-    engine.speculation.on_policy_step(2, 8)
+    engine.speculation.on_policy_step(2)
     engine.add("c", prompt, answer, war("t3", group=None, step=2))
     engine.run()
     assert engine.speculation.report()["source/earlier_steps/accepted_tokens"] > 40
@@ -174,7 +177,7 @@ def test_turns_continue_one_segment():
     assert kept(engine, "t") == engine.text("last")
     stats = engine.index.stats()
     assert stats["segments"] == 1 and stats["tokens"] == len(engine.text("last"))
-    assert engine.speculation.texts.restarted_segments == 0
+    assert engine.store.stats()["edited"] == 0
 
 
 def test_retokenised_context_starts_a_new_segment():
@@ -186,8 +189,8 @@ def test_retokenised_context_starts_a_new_segment():
     engine.add("b", changed + [1, 2, 3], tokens(6, 10), war("t"))
     engine.run()
     flush(engine)
-    assert engine.speculation.texts.restarted_segments == 1
-    assert kept(engine, "t#1") == engine.text("b")
+    assert engine.store.stats()["edited"] == 1
+    assert kept(engine, "t") == engine.text("b")
 
 
 def test_trimmed_answer_starts_a_new_segment():
@@ -198,7 +201,7 @@ def test_trimmed_answer_starts_a_new_segment():
     engine.add("b", engine.text("a")[:-4], tokens(6, 10), war("t"))
     engine.run()
     flush(engine)
-    assert kept(engine, "t#1") == engine.text("b")
+    assert kept(engine, "t") == engine.text("b")
 
 
 @pytest.mark.parametrize("mode", ["always", "off", "auto"])
@@ -219,7 +222,7 @@ def test_preempted_and_resumed_requests_keep_their_text(mode):
     engine.run()
     flush(engine)
     assert kept(engine, "t") == engine.text("a") and kept(engine, "u") == engine.text("b")
-    assert engine.speculation.texts.restarted_segments == 0
+    assert engine.store.stats()["edited"] == 0
 
 
 def test_text_generated_while_off_is_filled_in():
@@ -352,19 +355,19 @@ def test_open_segments_are_bounded(monkeypatch):
     engine.add("again", engine.text("r19"), tokens(77, 10), war("t19"))
     engine.run()
     flush(engine)
-    assert kept(engine, "t19#1") == engine.text("again")
+    assert kept(engine, "t19") == engine.text("again")
 
 
 def test_weight_update_closes_idle_segments_and_forgets_old_steps():
     engine = Engine()
     engine.add("a", tokens(1, 20), tokens(2, 20), war("t", step=1))
     engine.run()
-    engine.speculation.on_policy_step(2, 5)
+    engine.speculation.on_policy_step(2)
     assert engine.index.info(history.stable_id("t")).live, "it may be in a tool call"
     assert kept(engine, "t") == engine.text("a")
-    engine.speculation.on_policy_step(3, 5)
+    engine.speculation.on_policy_step(3)
     assert not engine.index.info(history.stable_id("t")).live
-    engine.speculation.on_policy_step(9, 1)
+    engine.speculation.on_policy_step(9)
     engine.index.collect()
     assert len(engine.index) == 0
 
@@ -375,14 +378,14 @@ def test_requests_that_go_on_over_a_weight_update_keep_their_segment():
     for step in range(2, 5):
         for _ in range(5):
             engine.step()
-        engine.speculation.on_policy_step(step, 1)
+        engine.speculation.on_policy_step(step)
     engine.run()
     flush(engine)
     assert kept(engine, "t") == engine.text("a") and len(engine.index) == 1
 
 
 def test_classes_are_those_of_the_acceptance_table():
-    table = Speculation(history.HistoryIndex(vocab_size=9), SpeculationLimits()).planner.acceptance
+    table = Engine().speculation.planner.acceptance
     batch = history.DraftBatch(
         offsets=np.array([0, 2, 2, 3]),
         tokens=np.array([1, 2, 3], dtype=np.int32),
@@ -393,7 +396,7 @@ def test_classes_are_those_of_the_acceptance_table():
         score=np.zeros(3, dtype=np.float32),
     )
     assert classes_of(batch) == [table.class_of(2, 6, 0.5), -1, table.class_of(0, 64, 0.1)]
-    assert history.SOURCES == SOURCES and CLASS_MATCHES[0] == 1
+    assert table.sources == history.SOURCES and CLASS_MATCHES[0] == 1
 
 
 def test_identity_of_turns():

@@ -8,10 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-SOURCES = ("own", "siblings", "earlier_steps", "global")
-"""Where drafts come from: this trajectory's text, its siblings', that of the same prompt in earlier steps, any other.
-Same names and order as the draft index has."""
-
 Mode = Literal["auto", "always", "off"]
 
 MAX_DRAFT_TOKENS = 64
@@ -28,7 +24,6 @@ class SpeculationLimits:
         max_step_draft_tokens: Most draft tokens of a whole step; bounds the step's memory and its look-up.
         max_batch: Requests in the batch above which nothing is drafted.
         min_token_prob: A draft ends where the index thinks its continuation less likely than this.
-        sources: Names of the sources that may draft, see `SOURCES`.
         min_gain: Gain in tokens per second from which drafting begins; below it the estimate's error decides.
         dwell_steps: Engine steps between two changes of the regime.
         probe_interval_s: Least time between two drafts made only to measure their cost.
@@ -44,7 +39,6 @@ class SpeculationLimits:
     max_step_draft_tokens: int = 512
     max_batch: int = 256
     min_token_prob: float = 0.1
-    sources: tuple[str, ...] = SOURCES
     min_gain: float = 0.03
     dwell_steps: int = 16
     probe_interval_s: float = 5.0
@@ -57,11 +51,6 @@ class SpeculationLimits:
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ValueError(f"speculation.mode={self.mode!r} must be one of {', '.join(get_args(Mode))}")
-        for name in self.sources:
-            if name not in SOURCES:
-                raise ValueError(f"speculation.sources names {name!r}; known sources: {', '.join(SOURCES)}")
-        if not self.sources:
-            raise ValueError("speculation.sources is empty; name at least one source or set mode=off")
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if not low <= value <= high:
@@ -96,8 +85,6 @@ def change_limits(limits: SpeculationLimits, params: Mapping[str, Any]) -> Specu
         if name not in known:
             raise ValueError(f"unknown speculation parameter {name}={value!r}; allowed: {', '.join(known)}")
         expected = type(known[name].default)
-        if expected is tuple and isinstance(value, (list, tuple)):
-            value = tuple(value)
         if expected is float and type(value) is int:
             value = float(value)
         if type(value) is not expected:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from verl_war.integration.vllm.speculation_drafter import Drafter
 
 CONFIG_KEY = "war_speculation"
-"""Key of vLLM's `additional_config`; its value is a mapping of `SpeculationLimits` fields and `history_bytes`."""
+"""Key of vLLM's `additional_config`; its value is a mapping of `SpeculationLimits` fields, `history` (a
+mapping of `HistoryConfig` fields) and `share_bytes_per_s`."""
 
 
 def engine_options(settings: Mapping[str, Any], max_draft_tokens: int) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def engine_options(settings: Mapping[str, Any], max_draft_tokens: int) -> dict[s
     whole batch would pay.
 
     Args:
-        settings: Fields of `SpeculationLimits` and `history_bytes`; those left out have their defaults.
+        settings: See `CONFIG_KEY`; what is left out has its default.
         max_draft_tokens: Longest draft of a request that this engine can ever verify.
     """
     return {

@@ -17,7 +17,7 @@ from verl_war.core.speculation_limits import SpeculationLimits, Watchdog, change
 from verl_war.history.index import MATCH_BUCKETS, SOURCES, DraftBatch
 from verl_war.integration.vllm.speculation_shadow import ShadowProbes
 from verl_war.integration.vllm.speculation_stats import SpeculationCounts
-from verl_war.integration.vllm.speculation_text import DraftIndex, LiveRequest, TrajectoryTexts
+from verl_war.integration.vllm.speculation_text import DraftStore, LiveRequest, TrajectoryTexts
 
 CLASS_MATCHES = (1, 3, 5, 9, 17, 33)
 """Smallest match length of each class of drafts: half as many as the index keeps, so that each sees enough drafts."""
@@ -53,13 +53,14 @@ class Speculation:
 
     def __init__(
         self,
-        index: DraftIndex,
+        store: DraftStore,
         limits: SpeculationLimits,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.index = index
+        self.store = store
+        self.index = store.index
         self.planner = DraftPlanner(limits, SOURCES, CLASS_MATCHES)
-        self.texts = TrajectoryTexts(index)
+        self.texts = TrajectoryTexts(store)
         self.counts = SpeculationCounts.of(SOURCES)
         self.watchdog = Watchdog()
         self._clock = clock
@@ -87,7 +88,7 @@ class Speculation:
         """
         self.planner.set_limits(change_limits(self.limits, params))
 
-    def on_policy_step(self, step: int, window_steps: int) -> None:
+    def on_policy_step(self, step: int) -> None:
         """The weights are those of policy step ``step`` now: age what was measured, forget text that is too old."""
         self.planner.on_weights_updated()
         for request in self._live.values():  # who has finished meanwhile is not known before the next step
@@ -95,7 +96,7 @@ class Speculation:
         self._live, self._req_ids, self._pending, self._steady = {}, [], {}, False
         self.texts.work_off(float("inf"), self._clock)
         self.texts.finish_idle()
-        self.index.set_step(step, window_steps)
+        self.store.on_step(step)
 
     def step(self, step: StepInput, max_tokens: int) -> list[list[int]]:
         """Drafts for the coming step, one list per row; all empty when drafting does not pay.
@@ -126,7 +127,7 @@ class Speculation:
     def report(self) -> dict[str, Any]:
         """Counters, what is in force, and the size of the index."""
         report: dict[str, Any] = dict(self.counts.report())
-        index = self.index.stats()
+        history = self.store.stats()
         report.update(
             regime=self.planner.regime,
             regime_switches=self.planner.switches,
@@ -137,10 +138,8 @@ class Speculation:
             watchdog=self.watchdog.reason,
             watchdog_trips=self.watchdog.trips,
             refused_requests=self.texts.refused_requests,
-            restarted_segments=self.texts.restarted_segments,
             backlog_requests=self.texts.backlog,
-            index_bytes=index["bytes"],
-            index_tokens=index["tokens"],
+            **{f"history/{name}": value for name, value in history.items()},
         )
         return report
 

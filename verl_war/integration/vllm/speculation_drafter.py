@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,20 +14,49 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 
 from verl_war.core.speculation_limits import SpeculationLimits, change_limits
-from verl_war.history.index import HistoryIndex
+from verl_war.history.config import HistoryConfig
+from verl_war.history.store import HistoryStore
 from verl_war.integration.vllm.proposer import CONFIG_KEY
 from verl_war.integration.vllm.speculation import Speculation, StepInput
+from verl_war.integration.vllm.speculation_exchange import HistoryExchange
 from verl_war.integration.vllm.speculation_text import LiveRequest, describe
 
 logger = logging.getLogger(__name__)
 
-HISTORY_BYTES = 512 << 20
-"""Memory of one worker's index unless told otherwise: about 4 million tokens, several steps of 1,000 trajectories."""
+SHARE_BYTES_PER_S = 4_000_000
+"""Text sent to other replicas: 2 million tokens a second, more than a replica generates."""
+
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
+"""What decides which text a token id stands for."""
 
 
-def make_index(vllm_config: VllmConfig, max_bytes: int, sources: tuple[str, ...]) -> HistoryIndex:
-    """The draft index of one worker."""
-    return HistoryIndex(vocab_size=vllm_config.model_config.get_vocab_size(), max_bytes=max_bytes, sources=sources)
+def make_store(vllm_config: VllmConfig, settings: Mapping[str, Any]) -> HistoryStore:
+    """The history of one worker.
+
+    Raises:
+        ValueError: A setting is unknown or out of range.
+    """
+    known = [f.name for f in dataclasses.fields(HistoryConfig)]
+    for name, value in settings.items():
+        if name not in known:
+            raise ValueError(f"unknown key {CONFIG_KEY}.history.{name}={value!r}; allowed: {', '.join(known)}")
+    model = vllm_config.model_config
+    return HistoryStore(
+        HistoryConfig(**settings),
+        vocab_size=model.get_vocab_size(),
+        fingerprint=fingerprint(str(model.tokenizer), model.get_vocab_size()),
+    )
+
+
+def fingerprint(tokenizer: str, vocab_size: int) -> str:
+    """Identity of the token ids: the tokenizer's files where it is a folder, its name where it is not."""
+    digest = hashlib.blake2b(str(vocab_size).encode(), digest_size=16)
+    files = [path for name in TOKENIZER_FILES if (path := Path(tokenizer) / name).is_file()]
+    for path in files:
+        digest.update(path.read_bytes())
+    if not files:
+        digest.update(tokenizer.encode())
+    return digest.hexdigest()
 
 
 class Drafter:
@@ -37,12 +69,10 @@ class Drafter:
             ValueError: A setting is unknown or out of range.
         """
         settings = dict(settings)
-        history_bytes = settings.pop("history_bytes", HISTORY_BYTES)
-        if type(history_bytes) is not int or history_bytes < 1 << 20:
-            raise ValueError(f"{CONFIG_KEY}.history_bytes={history_bytes!r} must be an integer of at least 1 MiB")
-        limits = change_limits(SpeculationLimits(), settings)
+        self.store = make_store(vllm_config, settings.pop("history", {}))
+        self.exchange = HistoryExchange(self.store, settings.pop("share_bytes_per_s", SHARE_BYTES_PER_S))
         self.max_model_len = vllm_config.model_config.max_model_len
-        self.speculation = Speculation(make_index(vllm_config, history_bytes, limits.sources), limits)
+        self.speculation = Speculation(self.store, change_limits(SpeculationLimits(), settings))
         self.disabled = ""
         self.faults = 0
         # Drafts are taken from the first rank of a tensor-parallel group; the others would look up in vain.
@@ -77,11 +107,11 @@ class Drafter:
         if self.disabled and params.get("mode", "off") != "off":
             logger.info("speculation: off -> %s (told to, after %s)", params["mode"], self.disabled)
             self.disabled = ""
-            self.speculation = Speculation(self.speculation.index, self.speculation.limits)
+            self.speculation = Speculation(self.store, self.speculation.limits)
 
-    def on_policy_step(self, step: int, window_steps: int) -> None:
+    def on_policy_step(self, step: int) -> None:
         """The weights are those of policy step `step` from now on."""
-        self._guarded(lambda: self.speculation.on_policy_step(step, window_steps))
+        self._guarded(lambda: self.speculation.on_policy_step(step))
 
     def end_trajectories(self, names: Sequence[str]) -> None:
         """These trajectories have ended."""
@@ -107,6 +137,7 @@ class Drafter:
         """Counters and what is in force; see `Speculation.report`."""
         report = self.speculation.report()
         report.update(faults=self.faults, disabled=self.disabled or report["watchdog"])
+        report.update((f"exchange/{name}", value) for name, value in self.exchange.stats().items())
         return report
 
     def _step_input(self, batch: Any, sampled: list[list[int]]) -> StepInput:

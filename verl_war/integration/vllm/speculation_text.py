@@ -27,17 +27,24 @@ trajectory that comes back later pays for reading its context once more."""
 class DraftIndex(Protocol):
     """What is used of `verl_war.history.index.HistoryIndex`; its docstrings apply."""
 
-    def begin(self, key: int, group: int, step: int, prompt: npt.ArrayLike) -> None: ...
     def extend(self, key: int, tokens: npt.ArrayLike, start: int | None = None) -> int: ...
     def extend_batch(self, keys: Any, starts: Any, offsets: Any, tokens: Any) -> None: ...
-    def common_prefix(self, key: int, context: npt.ArrayLike) -> int: ...
     def draft_batch(self, keys: Any, max_tokens: Any, min_prob: float = 0.1) -> DraftBatch: ...
     def set_acceptance(self, table: npt.ArrayLike) -> None: ...
-    def finish(self, key: int) -> None: ...
-    def set_step(self, step: int, window_steps: int) -> int: ...
     def info(self, key: int) -> SegmentInfo: ...
     def stats(self) -> dict[str, int]: ...
     def __contains__(self, key: int) -> bool: ...
+
+
+class DraftStore(Protocol):
+    """What is used of `verl_war.history.store.HistoryStore`; its docstrings apply."""
+
+    @property
+    def index(self) -> DraftIndex: ...
+    def sync(self, key: int, group: int, policy_step: int, context: npt.ArrayLike) -> int: ...
+    def finish(self, key: int, reward: float | None = None) -> bool: ...
+    def on_step(self, policy_step: int, collect: bool = True) -> None: ...
+    def stats(self) -> dict[str, int]: ...
 
 
 @dataclass(slots=True)
@@ -100,24 +107,20 @@ def describe(req_id: str, extra_args: Mapping[str, Any] | None) -> tuple[str, in
 class TrajectoryTexts:
     """Opens, continues and closes segments. Called from the worker's main thread only."""
 
-    def __init__(self, index: DraftIndex) -> None:
-        self.index = index
+    def __init__(self, store: DraftStore) -> None:
+        self.store = store
+        self.index = store.index
         self.refused_requests = 0
-        self.restarted_segments = 0
         self._open: OrderedDict[str, int] = OrderedDict()
         self._busy: set[str] = set()
         self._continued: set[str] = set()
         self._backlog: OrderedDict[str, LiveRequest] = OrderedDict()
-        self._serial = 0
-        self._step = -1
 
     def arrive(self, req_id: str, request: LiveRequest) -> None:
         """A request entered the batch, for the first time or after a preemption."""
         if request.name in self._busy:  # two live requests of one trajectory: each keeps its own text
             request.name = f"{request.name}/{req_id}"
         self._busy.add(request.name)
-        if request.step > self._step:
-            self._step = request.step
 
     def leave(self, request: LiveRequest) -> None:
         """A request left the batch: finished, aborted or preempted. Its text is taken over when there is time."""
@@ -147,7 +150,7 @@ class TrajectoryTexts:
                     self.catch_up(waiting)
                 self._open_segment(request)
             elif request.known > request.num_tokens:  # the engine took tokens back: a failed KV transfer
-                self._restart(request)
+                self._open_segment(request)
             if request.known < request.num_tokens:
                 tail = request.context(request.known)
                 self.index.extend(request.key, tail, start=request.known)
@@ -184,28 +187,15 @@ class TrajectoryTexts:
             self._finish(name)
 
     def _open_segment(self, request: LiveRequest) -> None:
-        key = self._open.get(request.name)
-        if key is not None and key in self.index:
-            length = self.index.info(key).length
-            if self.index.common_prefix(key, request.context()) == length:
-                self._take(request, key, known=length)
-                return
-            # The context was edited or tokenised anew: positions differ, so the old text stands on its own.
-            self.restarted_segments += 1
-            self._finish(request.name)
-        self._begin(request)
-
-    def _restart(self, request: LiveRequest) -> None:
-        self.restarted_segments += 1
-        self._finish(request.name)
-        self._begin(request)
-
-    def _begin(self, request: LiveRequest) -> None:
-        key = self._new_key(request.name)
-        if request.group == NO_GROUP:
-            request.group = prompt_group(request.prompt)
-        self.index.begin(key, request.group, request.step, request.prompt)
-        self._take(request, key, known=len(request.prompt))
+        key = stable_id(request.name)
+        if key in self.index:  # known from an earlier turn, from before a preemption, or from another replica
+            group, context = self.index.info(key).group, request.context()
+        else:
+            group, context = request.group, request.prompt
+        if group == NO_GROUP:
+            group = prompt_group(request.prompt)
+        self.store.sync(key, group, request.step, context)
+        self._take(request, key, known=len(context))
 
     def _take(self, request: LiveRequest, key: int, known: int) -> None:
         request.key = key
@@ -218,18 +208,11 @@ class TrajectoryTexts:
             if oldest is not None:
                 self._finish(oldest)
 
-    def _new_key(self, name: str) -> int:
-        key = stable_id(name)
-        while key in self.index:
-            self._serial += 1
-            key = stable_id(f"{name}#{self._serial}")
-        return key
-
     def _finish(self, name: str) -> None:
         key = self._open.pop(name)
         self._continued.discard(name)
-        if key in self.index:
-            self.index.finish(key)
+        if key in self.index and self.index.info(key).live:
+            self.store.finish(key)
 
 
 def prompt_group(prompt: npt.NDArray[np.int32]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
@@ -32,17 +32,44 @@ class SpeculationCalls:
         drafter = drafter_of(self.model_runner)
         return None if drafter is None else drafter.report()
 
-    def war_policy_step(self, step: int, window_steps: int) -> None:
-        """The weights are those of policy step `step` from now on; text older than the window is forgotten."""
+    def war_policy_step(self, step: int) -> None:
+        """The weights are those of policy step `step` from now on; what is older than the window is forgotten."""
         drafter = drafter_of(self.model_runner)
         if drafter is not None:
-            drafter.on_policy_step(step, window_steps)
+            drafter.on_policy_step(step)
 
     def war_end_trajectories(self, names: list[str]) -> None:
         """These trajectories have ended: their text may be evicted when memory is short."""
         drafter = drafter_of(self.model_runner)
         if drafter is not None:
             drafter.end_trajectories(names)
+
+    def war_history_take(self, max_bytes: int) -> bytes:
+        """New text for other replicas' histories, at most `max_bytes`; empty when there is none."""
+        drafter = drafter_of(self.model_runner)
+        return b"" if drafter is None else drafter.exchange.take(max_bytes)
+
+    def war_history_apply(self, batch: bytes) -> None:
+        """Text that another replica's `war_history_take` gave; read in beside the decode path."""
+        drafter = drafter_of(self.model_runner)
+        if drafter is not None:
+            drafter.exchange.apply(batch)
+
+    def war_history_save(self, path: str) -> int:
+        """Write finished text to a file; returns its bytes."""
+        from verl_war.history import persistence
+
+        return persistence.save(self._drafter().store, path)
+
+    def war_history_load(self, path: str, on_damage: Literal["error", "discard"] = "error") -> int:
+        """Read a file of `war_history_save`; returns the number of texts.
+
+        Raises:
+            HistoryError: The file is damaged (unless discarded), or of another tokenizer or model.
+        """
+        from verl_war.history import persistence
+
+        return persistence.load(self._drafter().store, path, on_damage)
 
     def _drafter(self) -> Drafter:
         drafter = drafter_of(self.model_runner)
