@@ -17,7 +17,7 @@ RECIPE_FILES = sorted((ROOT / "recipes").rglob("*.py")) + sorted((ROOT / "script
 ALLOWED = {
     "core": {"core"},
     "patches": {"patches", "core", "support", "integration"},
-    "integration": {"integration", "core", "patches", "support", "version"},
+    "integration": {"integration", "core", "history", "patches", "support", "version"},
     "replay": {"replay", "core"},
 }
 """Part of the package -> parts that it may import."""
