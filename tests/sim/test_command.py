@@ -3,6 +3,8 @@ import json
 import pytest
 
 from verl_war.cli import main
+from verl_war.sim import command
+from verl_war.sim.runner import run_study
 from verl_war.sim.trace import read_trace
 
 TINY = ("simulate", "--hardware", "cpu_2core", "--replicas", "2", "--workload", "small", "--seeds", "2")
@@ -80,3 +82,23 @@ def test_out_that_is_a_file(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main([*TINY, "--load", "4", "--out", str(tmp_path / "file")]) == 2
     assert "is a file" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_is_complete(tmp_path, monkeypatch, capsys):
+    def stop_after(count):
+        def runs(study):
+            for number, result in enumerate(run_study(study)):
+                if number == count:
+                    raise KeyboardInterrupt
+                yield result
+
+        monkeypatch.setattr(command, "run_study", runs)
+        return main([*TINY, "--load", "4", "--policies", "stock,margin", "--out", str(tmp_path / "out")])
+
+    assert stop_after(1) == 130
+    assert not (tmp_path / "out").exists()
+    assert stop_after(3) == 130
+    report = json.loads((tmp_path / "out" / "simulate.json").read_text())
+    assert report["stopped"] is True
+    assert [(run["seed"], run["policy"]) for run in report["runs"]] == [(1, "stock"), (1, "margin")]
+    assert "stopped; the results are" in capsys.readouterr().err

@@ -15,12 +15,13 @@ from typing import Any, TextIO
 
 from verl_war.sim.hardware import PROFILES, load_profile
 from verl_war.sim.policies.registry import POLICIES, find_policies
-from verl_war.sim.runner import BASE, Run, Study, Summary, run_study, summarise
+from verl_war.sim.runner import BASE, Run, Study, Summary, complete_cases, run_study, summarise
 from verl_war.sim.trace import read_trace, write_trace
 from verl_war.sim.workload import SHAPES, generate
 from verl_war.version import __version__
 
 EXIT_USAGE = 2
+EXIT_STOPPED = 130
 NEEDED_MODULES = ("matplotlib", "tqdm")
 
 
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, stream: TextIO | None = None) -> int:
-    """Simulate and return the exit status: 0, or 2 when an option is wrong."""
+    """Simulate and return the exit status: 0, 2 when an option is wrong, 130 when stopped by Ctrl-C."""
     out = stream or sys.stdout
     try:
         study = study_of(options)
@@ -61,7 +62,14 @@ def run(options: argparse.Namespace, stream: TextIO | None = None) -> int:
     except ValueError as error:
         sys.stderr.write(f"verl-war simulate: {error}\n")
         return EXIT_USAGE
+    except Stopped as stop:
+        sys.stderr.write(f"\nverl-war simulate: {stop}\n")
+        return EXIT_STOPPED
     return 0
+
+
+class Stopped(Exception):
+    """The user pressed Ctrl-C."""
 
 
 def simulate(study: Study, options: argparse.Namespace, stream: TextIO) -> None:
@@ -69,6 +77,7 @@ def simulate(study: Study, options: argparse.Namespace, stream: TextIO) -> None:
 
     Raises:
         ValueError: The study cannot be carried out.
+        Stopped: By Ctrl-C; what was complete is written.
     """
     # Imported late: the options' errors should not wait for them.
     from tqdm import tqdm  # type: ignore[import-untyped]
@@ -79,15 +88,23 @@ def simulate(study: Study, options: argparse.Namespace, stream: TextIO) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder} is a file; give the name of a directory")
     runs: list[Run] = []
+    stopped = False
     with tqdm(total=study.count_runs(), unit="run", file=sys.stderr, disable=None) as bar:
-        for result in run_study(study):
-            bar.update()
-            if result is not None:
-                bar.set_postfix_str(f"load {result.load:g} seed {result.seed} {result.policy}")
-                runs.append(result)
+        try:
+            for result in run_study(study):
+                bar.update()
+                if result is not None:
+                    bar.set_postfix_str(f"load {result.load:g} seed {result.seed} {result.policy}")
+                    runs.append(result)
+        except KeyboardInterrupt:
+            stopped = True
+    runs = complete_cases(runs, len(study.arms()))
+    if not runs:
+        raise Stopped("stopped before all policies had run once; there are no results")
     summaries = summarise(runs)
     folder.mkdir(parents=True, exist_ok=True)
     report = describe(study) | {
+        "stopped": stopped,
         "runs": [item.as_dict() for item in runs],
         "summary": [dataclasses.asdict(summary) for summary in summaries],
     }
@@ -97,6 +114,8 @@ def simulate(study: Study, options: argparse.Namespace, stream: TextIO) -> None:
     table = as_text(summaries, title)
     (folder / "simulate.txt").write_text(table + "\n")
     stream.write(f"{table}\n\nresults: {folder / 'simulate.json'}, simulate.png, simulate.txt\n")
+    if stopped:
+        raise Stopped("stopped; the results are of the loads and seeds that were complete")
 
 
 def default_name(study: Study) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,6 +120,12 @@ def simulate(
         misstated_capacity=study.misstated_capacity,
     )
     return Simulator(fleet, trajectories, spec.factories[position](context)).run()
+
+
+def complete_cases(runs: Sequence[Run], arms: int) -> list[Run]:
+    """The runs of those loads and seeds that all arms have run."""
+    counts = Counter((run.load, run.seed) for run in runs)
+    return [run for run in runs if counts[run.load, run.seed] == arms]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
