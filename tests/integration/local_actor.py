@@ -69,6 +69,8 @@ class FakeServer:
         self.served = []
         self.aborted = []
         self.engine_steps = 0
+        self.computed_tokens = 0
+        self.busy_s = 0.0
         self.answer = None
         self.reading_error = None
         self.is_mute = False
@@ -87,7 +89,9 @@ class FakeServer:
             return answer or TokenOutput(token_ids=[7, 8], log_probs=[0.0, 0.0], stop_reason="completed",
                                          extra_fields={"global_steps": 3, "num_cached_tokens": 64})  # fmt: skip
         finally:
-            self.engine_steps += 2
+            self.engine_steps += 20
+            self.computed_tokens += 20
+            self.busy_s += self.delay_s
             del self.running[request_id]
 
     async def abort_request(self, request_id, reset_prefix_cache=True):
@@ -104,4 +108,5 @@ class FakeServer:
         usage = min(1.0, sum(self.running.values()) / self.kv_capacity_tokens)
         return ReplicaSnapshot(running_requests=len(self.running), waiting_requests=0, kv_usage=usage,
                                kv_usage_peak=usage, kv_capacity_tokens=self.kv_capacity_tokens, preemptions=0,
-                               engine_steps=self.engine_steps)  # fmt: skip
+                               engine_steps=self.engine_steps, computed_tokens=self.computed_tokens,
+                               busy_s=self.busy_s)  # fmt: skip

@@ -34,6 +34,7 @@ NO_SERVERS = "No available servers in load balancer"
 
 
 def cause_of(error: BaseException) -> str:
-    """One line about an error for a log; Ray's own messages are tracebacks."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"[:300]
+    """One sentence about an error for a log; Ray's own messages are tracebacks and pages of advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    line = lines[0] if isinstance(error, RayActorError) else lines[-1]
+    return f"{type(error).__name__}: {line.split('. ')[0]}"[:300]
