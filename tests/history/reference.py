@@ -8,6 +8,7 @@ OWN, SIBLINGS, EARLIER, GLOBAL = range(4)
 PAGE = 256
 LONG_MATCH = 32
 ENOUGH_LONG = 12
+LOCAL_ENOUGH = 16
 MAX_VOTERS = 24
 
 
@@ -92,7 +93,8 @@ class ReferenceIndex:
     def candidates(self, me, context):
         found = {source: [] for source in range(4)}
         for chain in range(3):
-            if len(context) < self.min_match[chain]:
+            longest = max((candidate.match for some in found.values() for candidate in some), default=0)
+            if len(context) < self.min_match[chain] or (chain == 2 and longest >= LOCAL_ENOUGH):
                 continue
             count = long_ones = 0
             for text, offset in reversed(self.positions):

@@ -16,6 +16,7 @@ namespace {
 constexpr int kVisitsPerCandidate = 8;  // entries of a bucket looked at for every candidate wanted: other keys, dead text
 constexpr int kLongMatch = 32;          // matches of this length are as good as any longer one ...
 constexpr int kEnoughLong = 12;         // ... and of these so many are enough
+constexpr int kLocalEnough = 16;        // with such a match in the own text or the group, other texts are not asked
 constexpr int kMaxVoters = 24;          // best candidates that vote
 
 struct Candidate {
@@ -51,11 +52,25 @@ public:
     Drafter(Index& index, uint32_t slot, const int32_t* context, int length, bool at_end)
         : index_(index), self_(index.segments_[slot]), last_(context + length - 1), length_(length), at_end_(at_end) {}
 
-    void walk(int chain) {
+    void find() {
+        size_t buckets[kNumChains];
+        bool on[kNumChains];
+        for (int chain = 0; chain < kNumChains; ++chain) {
+            on[chain] = index_.chain_on_[chain] && length_ >= index_.options.min_match[chain] &&
+                        (chain != kGroupChain || self_.group != kNoGroup);
+            if (!on[chain]) continue;
+            const Heads& heads = index_.heads_[chain];
+            buckets[chain] = heads.bucket_of(index_.gram_hash(chain, last_, self_.salt[chain]));
+            __builtin_prefetch(&heads.at(buckets[chain]));
+        }
+        for (int chain = 0; chain < kNumChains; ++chain) {
+            if (on[chain] && (chain != kGlobalChain || longest_ < kLocalEnough)) walk(chain, buckets[chain]);
+        }
+    }
+
+    void walk(int chain, size_t bucket) {
         const int gram = index_.options.min_match[chain];
-        if (!index_.chain_on_[chain] || length_ < gram || (chain == kGroupChain && self_.group == kNoGroup)) return;
-        const Heads& heads = index_.heads_[chain];
-        Position at = heads.at(heads.bucket_of(index_.gram_hash(chain, last_, self_.salt[chain])));
+        Position at = index_.heads_[chain].at(bucket);
         const int wanted = index_.options.max_candidates;
         int found = 0, long_ones = 0;
         for (int visits = wanted * kVisitsPerCandidate; at != 0 && visits > 0; --visits) {
@@ -68,6 +83,7 @@ public:
             const int match_length = consider(chain, at, gram);
             at = next;
             if (match_length == 0) continue;
+            longest_ = std::max(longest_, match_length);
             if (match_length >= kLongMatch && ++long_ones == kEnoughLong) return;
             if (++found == wanted) return;
         }
@@ -225,6 +241,7 @@ private:
     const int32_t* last_;
     int length_;
     bool at_end_;
+    int longest_ = 0;
     std::vector<Candidate> candidates_[kNumSources];
 };
 
@@ -244,7 +261,7 @@ void Index::draft(int64_t key, int max_tokens, double min_prob, const int32_t* c
             std::copy(context + context_tokens - length, context + context_tokens, end);
         }
         Drafter drafter(*this, slot, end, length, at_end);
-        for (int chain = 0; chain < kNumChains; ++chain) drafter.walk(chain);
+        drafter.find();
         result = drafter.best(max_tokens, min_prob);
     }
     ++drafts_;

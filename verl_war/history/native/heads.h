@@ -26,7 +26,7 @@ public:
     size_t buckets() const { return buckets_; }
     int64_t bytes() const { return static_cast<int64_t>(capacity_ * sizeof(Position)); }
     Position& at(size_t bucket) { return heads_[bucket]; }
-    Position at(size_t bucket) const { return heads_[bucket]; }
+    const Position& at(size_t bucket) const { return heads_[bucket]; }
     size_t bucket_of(uint64_t hash) const {
         size_t bucket = hash & (2 * base_ - 1);
         return bucket < buckets_ ? bucket : bucket & (base_ - 1);
