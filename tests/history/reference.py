@@ -34,7 +34,7 @@ class Candidate:
 
 
 class ReferenceIndex:
-    def __init__(self, min_match=(2, 2, 3), max_match=64, max_candidates=48, age_decay=0.8, vote_prior=4.0):
+    def __init__(self, min_match=(2, 2, 3), max_match=64, max_candidates=32, age_decay=0.8, vote_prior=4.0):
         self.min_match = min_match
         self.max_match = max_match
         self.max_candidates = max_candidates

@@ -171,7 +171,7 @@ class HistoryIndex:
         min_match_group: int = 2,
         min_match_global: int = 3,
         max_match_tokens: int = 64,
-        max_candidates: int = 48,
+        max_candidates: int = 32,
         age_decay: float = 0.8,
         vote_prior: float = 4.0,
         sources: tuple[str, ...] = SOURCES,
