@@ -11,7 +11,13 @@ pytestmark = pytest.mark.upstream
 
 @pytest.fixture
 def contexts(engine):
-    return engines.conversations(engine.get_tokenizer())
+    return engines.conversations(engine.get_tokenizer())[:4]
+
+
+@pytest.fixture
+def expected(reference):
+    """Greedy answers to `contexts` without speculation."""
+    return tokens_of(reference["greedy"][:4])
 
 
 def tokens_of(answers):
@@ -25,8 +31,10 @@ def stats(engine):
 
 @pytest.mark.parametrize("params", [{"min_p": 0.1}, {"logit_bias": {5: 1.0}}])
 def test_what_vllm_does_not_verify_is_refused(engine, contexts, params):
-    with pytest.raises(ValueError, match="not yet supported with speculative decoding"):
-        engines.generate(engine, contexts[:1], engines.GREEDY | params)
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError, match="not yet supported with speculative decoding"):
+        engines.generate(engine, contexts[:1], {"temperature": 1.0, "max_tokens": 5} | params)
     assert engines.generate(engine, contexts[:1], engines.GREEDY)
 
 
@@ -51,7 +59,7 @@ def test_custom_logits_processors_are_refused_at_launch(engine):
     ],
     ids=repr,
 )
-def test_an_error_in_drafting_costs_no_tokens(engine, drafter, contexts, reference, caplog, monkeypatch, method, error):
+def test_an_error_in_drafting_costs_no_tokens(engine, drafter, contexts, expected, caplog, monkeypatch, method, error):
     from verl_war.history.index import HistoryIndex
 
     def fail(*args, **kwargs):
@@ -60,13 +68,13 @@ def test_an_error_in_drafting_costs_no_tokens(engine, drafter, contexts, referen
     caplog.set_level(logging.INFO, logger="verl_war")
     with monkeypatch.context() as broken:
         broken.setattr(HistoryIndex, method, fail)
-        assert tokens_of(engines.generate(engine, contexts, engines.GREEDY)) == tokens_of(reference["greedy"])
+        assert tokens_of(engines.generate(engine, contexts, engines.GREEDY)) == expected
     report = stats(engine)
     assert report["faults"] == 1 and str(error) in report["disabled"] and report["drafted_tokens"] == 0
     (record,) = [r for r in caplog.records if "error in drafting" in r.getMessage()]
     assert record.exc_info and "on -> off" in record.getMessage()
     engine.collective_rpc("war_set_speculation", args=({"mode": "always"},))
-    assert tokens_of(engines.generate(engine, contexts, engines.GREEDY)) == tokens_of(reference["greedy"])
+    assert tokens_of(engines.generate(engine, contexts, engines.GREEDY)) == expected
     report = stats(engine)
     assert report["disabled"] == "" and report["faults"] == 1 and report["drafted_tokens"] > 0
 
@@ -98,7 +106,7 @@ def test_a_request_at_the_end_of_its_context_leaves_the_others_their_drafts(engi
     long = (contexts[0] * 9)[: engines.MAX_MODEL_LEN - 20]
     engines.generate(engine, [long, *contexts], engines.GREEDY | {"max_tokens": 200})
     assert not any(torch.is_tensor(drafts) for drafts in given), "zero drafts for every row"
-    assert stats(engine)["accepted_tokens"] > 200
+    assert stats(engine)["accepted_tokens"] > 100
 
 
 def test_requests_are_preempted_in_these_tests(engine, drafter, contexts, monkeypatch):
@@ -110,7 +118,7 @@ def test_requests_are_preempted_in_these_tests(engine, drafter, contexts, monkey
     assert preempted and stats(engine)["history/edited"] == 0
 
 
-def test_requests_aborted_between_steps(engine, drafter, contexts, reference):
+def test_requests_aborted_between_steps(engine, drafter, contexts, expected):
     from vllm import SamplingParams
 
     core = engine.llm_engine
@@ -125,7 +133,7 @@ def test_requests_aborted_between_steps(engine, drafter, contexts, reference):
             if output.finished:
                 answers[output.request_id] = list(output.outputs[0].token_ids)
     left = range(1, len(contexts), 2)
-    assert [answers[f"a{i}"] for i in left] == [reference["greedy"][i]["tokens"] for i in left]
+    assert [answers[f"a{i}"] for i in left] == [expected[i] for i in left]
     assert stats(engine)["disabled"] == ""
 
 
