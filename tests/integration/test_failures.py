@@ -180,9 +180,9 @@ async def test_a_stopped_server_leaves_the_pool_and_returns(fleet):
                 break
             await asyncio.sleep(0.05)
         assert set(await it.router.get_all_servers.remote()) == {"r0", "r2"}
+        assert await asyncio.wait_for(run, 120) == (24, []), "its turns were asked again"
     finally:
         os.kill(it.pids["r1"], signal.SIGCONT)
-    assert await asyncio.wait_for(run, 120) == (24, [])
     for _ in range(400):
         if "r1" in await it.router.get_all_servers.remote():
             break

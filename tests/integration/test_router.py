@@ -239,6 +239,8 @@ async def test_turns_wait_for_the_only_replica_when_it_hangs(make_rig, fast):
     assert not late.done()
     server.delay_s = 0.0
     working = asyncio.ensure_future(keep_working(server))
+    await until(lambda: any(turn["prompt_ids"] == list(range(800)) for turn in server.served[1:]))
+    client.end_trajectory("first0", failed=False)  # its turn was asked again
     await asyncio.wait_for(late, 5)
     working.cancel()
 

@@ -25,6 +25,7 @@ from verl_war.core.types import Turn, TurnResult
 from verl_war.integration.verl.failures import (
     GONE_ERRORS,
     TURN_ERRORS,
+    ReplicaLostError,
     TurnAbortedError,
     TurnDeadlineError,
     cause_of,
@@ -133,15 +134,18 @@ class WarLLMServerClient(LLMServerClient):
         result = TurnResult(failed=True)
         try:
             call = asyncio.ensure_future(server.generate.remote(request_id=vllm_request_id, **request))
+            loss = self.link.loss_of(replica_id)
             deadline_s = self.war_config.failures.turn_deadline_s
             try:
-                done, _ = await asyncio.wait((call,), timeout=deadline_s)
+                done, _ = await asyncio.wait((call, loss), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 if not call.done():
                     call.cancel()
                     server.abort_request.remote(vllm_request_id, reset_prefix_cache=False)
             if not done:
                 raise TurnDeadlineError(f"no answer within failures.turn_deadline_s={deadline_s}")
+            if call not in done:
+                raise ReplicaLostError("the router took it out of the pool")
             output: TokenOutput = call.result()
             if output.stop_reason in ("aborted", "abort") and not self.resumes_aborted_turns:
                 raise TurnAbortedError(f"the engine gave the turn up after {len(output.token_ids)} tokens")
@@ -156,7 +160,7 @@ class WarLLMServerClient(LLMServerClient):
             "turn of trajectory %s failed on replica %s in attempt %d of %d (%s)",
             *(turn.trajectory_id, replica_id, attempt + 1, self.war_config.failures.retries + 1, cause_of(error)),
         )
-        if not isinstance(error, TurnAbortedError):
+        if not isinstance(error, TurnAbortedError | ReplicaLostError):
             is_gone = isinstance(error, GONE_ERRORS) and not isinstance(error, ActorUnavailableError)
             await self.link.report_replica(replica_id, cause_of(error), is_gone)
 

@@ -13,6 +13,10 @@ class TurnDeadlineError(RuntimeError):
     """A replica took longer for a turn than `failures.turn_deadline_s`."""
 
 
+class ReplicaLostError(RuntimeError):
+    """The router took a replica out of the pool while a turn ran on it."""
+
+
 class TurnAbortedError(RuntimeError):
     """An engine gave a turn up although nobody asked for it; what it had generated is not a complete answer."""
 
@@ -25,7 +29,7 @@ GONE_ERRORS = (RayActorError, ReplicaFailedError, ObjectLostError)
 """Raised by a call of a server whose process, node or engine is gone. `ActorUnavailableError`, a broken connection
 that may heal, is among them: callers look for it first."""
 
-TURN_ERRORS = (*GONE_ERRORS, TurnDeadlineError, TurnAbortedError)
+TURN_ERRORS = (*GONE_ERRORS, ReplicaLostError, TurnDeadlineError, TurnAbortedError)
 """After these the same turn is asked again elsewhere. Everything else (a prompt that is too long, say) would fail
 there too."""
 

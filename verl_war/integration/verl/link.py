@@ -43,6 +43,8 @@ class RouterLink:
         self._is_joined = False
         self._pool: Pool | None = None
         self._handles: dict[str, Any] = {}
+        self._loss_of: dict[str, asyncio.Future[None]] = {}
+        self._watching: asyncio.Task[None] | None = None
 
     async def acquire(self, turn: Turn) -> tuple[str, Any, int]:
         """Ask for a turn and wait until it may run. Cancelled, it gives back what the router grants.
@@ -76,6 +78,13 @@ class RouterLink:
     def end_trajectory(self, trajectory_id: str, failed: bool) -> None:
         """Tell the router that a trajectory ended. Does not wait."""
         self._post(("trajectory_end", trajectory_id, failed))
+
+    def loss_of(self, replica_id: str) -> asyncio.Future[None]:
+        """Done when the router takes this replica out of the pool because it broke. Shared: not to be cancelled."""
+        loss = self._loss_of.get(replica_id)
+        if loss is None:
+            loss = self._loss_of[replica_id] = asyncio.get_running_loop().create_future()
+        return loss
 
     async def report_replica(self, replica_id: str, cause: str, is_gone: bool) -> None:
         """Tell the router that a turn failed on a replica, and wait for what it does about it."""
@@ -136,6 +145,19 @@ class RouterLink:
         elif isinstance(its_answer, Waiting):
             self._post(("give_up", its_answer.ticket))
 
+    async def _watch_losses(self) -> None:
+        """One waiting call for the whole process; it ends with the router, and joining begins another."""
+        seen = 0
+        try:
+            while True:
+                seen, lost = await self.router.next_losses.remote(seen)
+                for replica_id in lost:
+                    loss = self._loss_of.pop(replica_id, None)
+                    if loss is not None:
+                        loss.set_result(None)
+        except ROUTER_LOST_ERRORS:
+            return
+
     async def _refresh_pool(self) -> None:
         self._pool = await self.router.pool.remote()
         self._handles.update(self._pool.servers)
@@ -163,6 +185,8 @@ class RouterLink:
             await asyncio.sleep(1.0)
         self._handles.update(self._pool.servers)
         self._is_joined = True
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.ensure_future(self._watch_losses())
         if error is not None:
             logger.warning("router: down -> up (started again by Ray; %d replicas)", len(self._pool.servers))
 

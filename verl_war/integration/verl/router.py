@@ -52,6 +52,8 @@ class WarRouter:
         self._journal: Journal | None = None
         self._turns: Turns | None = None
         self._handles = dict(servers)
+        self._losses: list[str] = []
+        self._loss = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._owners = Owners(self._on_owner_dead)
         self._health = ReplicaHealth(0.0, self._on_snapshot, self._on_missing, self._on_down, self._join_pool)
@@ -156,6 +158,16 @@ class WarRouter:
             self._health.report_gone(replica_id, cause)
             return False
         return await self._health.verify(replica_id, cause)
+
+    async def next_losses(self, seen: int) -> tuple[int, list[str]]:
+        """Wait until more than `seen` replicas have broken since the router was started.
+
+        Returns:
+            How many have by now, and those that the caller has not seen.
+        """
+        while len(self._losses) <= seen:
+            await self._loss.wait()
+        return len(self._losses), self._losses[seen:]
 
     async def acquire_server(self, request_id: str, turn: Turn | None = None) -> tuple[str, Any, int]:
         """Place a turn; verl's protocol.
@@ -280,6 +292,9 @@ class WarRouter:
             self._deliver(self._manager.on_replica_down(replica_id, time.monotonic(), is_lost))
 
     def _on_down(self, replica_id: str) -> None:
+        self._losses.append(replica_id)
+        self._loss.set()
+        self._loss = asyncio.Event()
         self._leave_pool(replica_id, is_lost=True)
 
     def _on_snapshot(self, replica_id: str, snapshot: ReplicaSnapshot) -> None:
