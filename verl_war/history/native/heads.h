@@ -2,6 +2,10 @@
 // that no call ever waits for a rehash. Source: W. Litwin, "Linear Hashing", VLDB 1980.
 #pragma once
 
+#ifndef __linux__
+#error "verl_war.history grows its tables with mremap, which only Linux has; vLLM runs on nothing else"
+#endif
+
 #include <sys/mman.h>
 
 #include <cstdint>
