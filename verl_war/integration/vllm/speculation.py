@@ -73,6 +73,7 @@ class Speculation:
         self._pending: dict[str, tuple[int, int]] = {}
         self._entered_s = 0.0
         self._steady = False
+        self._busy = False
         self._budget = 0
 
     @property
@@ -108,6 +109,7 @@ class Speculation:
         now = self._clock()
         rows = len(step.req_ids)
         same = step.req_ids == self._req_ids
+        self._busy = same and rows > 0
         if not same:
             self._update_rows(step)
         self._measure(step, rows, now, same)
@@ -167,8 +169,10 @@ class Speculation:
         self._req_ids = list(step.req_ids)
         self._rows = []
         # First those that left: the next turn of one of their trajectories may be among those that came.
-        for req_id in before.keys() - set(self._req_ids):
+        gone = before.keys() - set(self._req_ids)
+        for req_id in gone:
             self.texts.leave(before[req_id])
+        self._busy = len(gone) < len(before)  # otherwise the engine may have waited for requests meanwhile
         for row, req_id in enumerate(self._req_ids):
             request = before.get(req_id)
             if request is None:
@@ -199,8 +203,10 @@ class Speculation:
                 draft_tokens += drafted
             self._pending = {}
         steady = all(step.sampled)
+        seconds = now - self._entered_s
+        if self._busy:
+            self.counts.step_s += seconds
         if same and steady and self._steady:
-            seconds = now - self._entered_s
             self.planner.observe_step(
                 rows=rows,
                 kv_tokens=float(step.num_tokens.sum()),
@@ -208,7 +214,6 @@ class Speculation:
                 draft_tokens=draft_tokens,
                 seconds=seconds,
             )
-            self.counts.step_s += seconds
         self._steady = steady
         self._entered_s = now
         self.counts.steps += 1

@@ -27,7 +27,7 @@ class SpeculationCounts:
         lookups: Rows for which drafts were looked up.
         shadow_lookups: Of these, looked up only to keep acceptance known; the engine never saw them.
         draft_s: Seconds spent in the proposer.
-        step_s: Seconds of the measured steps, the proposer included.
+        step_s: Seconds of the steps that followed on another one, the proposer included.
         max_draft_s: Longest call of the proposer.
         faults: Errors in drafting; each switches speculation off.
     """
