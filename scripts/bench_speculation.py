@@ -34,6 +34,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # compiles one helper of log-probs, which only the warm-up asks for
 }
 
 

@@ -169,7 +169,8 @@ class Speculation:
         self._req_ids = list(step.req_ids)
         self._rows = []
         # First those that left: the next turn of one of their trajectories may be among those that came.
-        gone = before.keys() - set(self._req_ids)
+        present = set(self._req_ids)
+        gone = [req_id for req_id in before if req_id not in present]
         for req_id in gone:
             self.texts.leave(before[req_id])
         self._busy = len(gone) < len(before)  # otherwise the engine may have waited for requests meanwhile
