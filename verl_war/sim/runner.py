@@ -111,12 +111,13 @@ def simulate(
     study: Study, spec: PolicySpec, position: int, trajectories: tuple[TrajectorySpec, ...], seed: int
 ) -> Outcome:
     """One simulation, with the policy's factory at `position`."""
-    context = PolicyContext(study.hardware, study.replicas, seed, trajectories, study.war_settings)
+    slowdown = study.all_slowdowns
+    context = PolicyContext(study.hardware, study.replicas, seed, trajectories, slowdown, study.war_settings)
     fleet = Fleet(
         hardware=study.hardware,
         replicas=study.replicas,
         host_tokens=int(study.host_kv * study.hardware.kv_capacity_tokens) if spec.host_tier else 0,
-        slowdown=study.all_slowdowns,
+        slowdown=slowdown,
         misstated_capacity=study.misstated_capacity,
     )
     return Simulator(fleet, trajectories, spec.factories[position](context)).run()

@@ -59,6 +59,7 @@ class PolicyContext:
 
     Attributes:
         trajectories: The work to come. Only clairvoyant policies may look at it.
+        slowdown: Replica index -> how many times slower it is. Likewise.
         war_settings: Settings of `custom.war` to try, by group, over those of the arm.
     """
 
@@ -66,6 +67,7 @@ class PolicyContext:
     replicas: int
     seed: int
     trajectories: tuple[TrajectorySpec, ...]
+    slowdown: Mapping[int, float] = field(default_factory=dict)
     war_settings: Mapping[str, Any] = field(default_factory=dict)
 
 

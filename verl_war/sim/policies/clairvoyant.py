@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import heapq
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from verl_war.core.types import ReplicaSnapshot, Turn, TurnResult
@@ -24,16 +25,29 @@ class Strategy:
         longest_first: Admit those with the most remaining seconds first; otherwise those with the least.
         horizon_turns: Turns over which a replica's step time is charged when it is chosen.
         backfill: Admit smaller ones past one that does not fit.
+        planned: Spread all trajectories over the replicas beforehand, longest first to the least work, and stay there.
     """
 
     fraction: float
     longest_first: bool = True
     horizon_turns: int = 3
     backfill: bool = True
+    planned: bool = False
 
 
 class _Trajectory:
-    __slots__ = ("spec", "index", "context", "home", "admitted", "turn", "running", "remaining_s", "footprint", "rank")
+    __slots__ = (
+        "spec",
+        "index",
+        "context",
+        "home",
+        "admitted",
+        "turn",
+        "running",
+        "remaining_s",
+        "footprint",
+        "rank",
+    )
 
     def __init__(self, spec: TrajectorySpec, remaining_s: list[float]) -> None:
         self.spec = spec
@@ -54,14 +68,14 @@ class _Trajectory:
 
 
 class _Replica:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, slowdown: float) -> None:
         self.name = name
         self.members: set[str] = set()
         self.groups: dict[str, int] = {}
         self.working = 0
         self.running = 0
         self.running_kv = 0
-        self.seconds_per_step = 1.0
+        self.slowdown = slowdown
 
 
 class Clairvoyant:
@@ -75,6 +89,7 @@ class Clairvoyant:
     def __init__(self, context: PolicyContext, strategy: Strategy) -> None:
         self._hardware = context.hardware
         self._strategy = strategy
+        self._slowdown = context.slowdown
         self._rng = random.Random(context.seed)
         capacity = context.hardware.kv_capacity_tokens
         self._limit = int(strategy.fraction * capacity)
@@ -84,6 +99,7 @@ class Clairvoyant:
         self._trajectories = {
             spec.trajectory_id: _Trajectory(spec, self._remaining(spec)) for spec in context.trajectories
         }
+        self._plan: dict[str, str] = {}
         self._waiting: list[tuple[tuple[float, str], _Trajectory]] = []
 
     def _remaining(self, spec: TrajectorySpec) -> list[float]:
@@ -95,7 +111,8 @@ class Clairvoyant:
     # ---- events ------------------------------------------------------------------------------------
 
     def on_replica_up(self, replica_id: str, now_s: float) -> Sequence[Start]:
-        self._replicas[replica_id] = _Replica(replica_id)
+        slowdown = self._slowdown.get(len(self._replicas), 1.0)
+        self._replicas[replica_id] = _Replica(replica_id, slowdown)
         return ()
 
     def on_replica_down(self, replica_id: str, now_s: float) -> Sequence[Start]:
@@ -107,13 +124,16 @@ class Clairvoyant:
     def on_step_begin(
         self, policy_step: int, num_trajectories: int, now_s: float, group_size: int = 1
     ) -> Sequence[Start]:
+        if self._strategy.planned:
+            work = [(0.0, name) for name in self._replicas]
+            for trajectory in sorted(self._trajectories.values(), key=lambda item: -item.remaining_s[0]):
+                seconds, name = heapq.heappop(work)
+                self._plan[trajectory.spec.trajectory_id] = name
+                seconds += trajectory.remaining_s[0] * self._replicas[name].slowdown
+                heapq.heappush(work, (seconds, name))
         return ()
 
     def on_snapshot(self, replica_id: str, snapshot: ReplicaSnapshot, now_s: float) -> Sequence[Start]:
-        if snapshot.engine_steps and replica_id in self._replicas:
-            # Known from the first steps on, as the strategy knows everything: a slow machine's factor.
-            modelled = self._hardware.base_s * snapshot.engine_steps
-            self._replicas[replica_id].seconds_per_step = snapshot.busy_s / modelled
         return ()
 
     def on_tick(self, now_s: float) -> Sequence[Start]:
@@ -188,7 +208,7 @@ class Clairvoyant:
     def _fitting(self, trajectory: _Trajectory) -> _Replica | None:
         best: _Replica | None = None
         best_price = 0.0
-        for replica in self._replicas.values():
+        for replica in self._candidates(trajectory):
             if replica.members and replica.working + self._added(trajectory, replica) > self._limit:
                 continue
             price = self._price(trajectory, replica) + 1e-6 * self._rng.random()
@@ -196,9 +216,15 @@ class Clairvoyant:
                 best, best_price = replica, price
         return best
 
+    def _candidates(self, trajectory: _Trajectory) -> Iterable[_Replica]:
+        planned = self._replicas.get(self._plan.get(trajectory.spec.trajectory_id, ""))
+        return self._replicas.values() if planned is None else (planned,)
+
     def _maybe_move(self, trajectory: _Trajectory) -> _Replica:
         home = trajectory.home
         assert home is not None
+        if self._strategy.planned:
+            return home
         price = self._price(trajectory, home)
         for replica in self._replicas.values():
             if replica is home or replica.working + self._added(trajectory, replica) > 0.8 * self._limit:
@@ -221,10 +247,7 @@ class Clairvoyant:
         turns = spec.turns[trajectory.index : trajectory.index + self._strategy.horizon_turns]
         outputs = sum(turn.output_tokens for turn in turns)
         step_s = self._hardware.step_s(replica.running + 1, replica.running_kv + trajectory.context)
-        factor = replica.seconds_per_step
-        least = min(other.seconds_per_step for other in self._replicas.values())
-        slowness = factor / least if factor > 1.5 * least > 0 and replica.running else 1.0
-        return slowness * (uncached * self._hardware.per_token_s * 2 + outputs * step_s)
+        return replica.slowdown * (uncached * self._hardware.per_token_s * 2 + outputs * step_s)
 
     def _added(self, trajectory: _Trajectory, replica: _Replica) -> int:
         shared = 0 if trajectory.spec.group_id in replica.groups else trajectory.spec.prompt_tokens
