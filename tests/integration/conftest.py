@@ -1,6 +1,8 @@
 """What the tests of router and client share."""
 
 import asyncio
+import os
+import tempfile
 
 import pytest
 
@@ -66,3 +68,17 @@ async def until(condition, timeout_s=10.0):
             return
         await asyncio.sleep(0.01)
     raise AssertionError("it did not come true")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray cluster of our own."""
+    import ray
+
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    with tempfile.TemporaryDirectory(prefix="war") as directory:
+        ray.init(num_cpus=16, include_dashboard=False, object_store_memory=100_000_000, _temp_dir=directory,
+                 _system_config={"worker_niceness": 0},
+                 log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": root}})  # fmt: skip
+        yield ray
+        ray.shutdown()

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import tempfile
 import time
 
 import pytest
@@ -70,19 +69,6 @@ class Worker:
             failed = False
         finally:
             self.client.end_trajectory(name, failed)
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    import ray
-
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    with tempfile.TemporaryDirectory(prefix="war") as directory:
-        ray.init(num_cpus=16, include_dashboard=False, object_store_memory=100_000_000, _temp_dir=directory,
-                 _system_config={"worker_niceness": 0},
-                 log_to_driver=bool(os.environ.get("WAR_TEST_LOG")), runtime_env={"env_vars": {"PYTHONPATH": root}})  # fmt: skip
-        yield ray
-        ray.shutdown()
 
 
 class Fleet:

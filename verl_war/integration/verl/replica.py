@@ -1,8 +1,14 @@
-"""WAR's vLLM replica and server: verl's own, plus telemetry and a check that all patches are in force."""
+"""WAR's vLLM replica and server: verl's own, plus telemetry, a check that all patches are in force, and survival.
+
+A replica that breaks costs the run that replica: what the trainer asks of all replicas between rollouts, the others do.
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import ray
@@ -10,10 +16,13 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from verl_war.core.config import parse_war_config
 from verl_war.core.types import ReplicaSnapshot
-from verl_war.integration.verl.failures import ReplicaFailedError
+from verl_war.integration.verl.failures import GONE_ERRORS, ReplicaFailedError, cause_of
 from verl_war.integration.verl.settings import rollout_war_settings
 from verl_war.integration.vllm import telemetry
+
+logger = logging.getLogger(__name__)
 
 
 class WarHttpServer(vLLMHttpServer):
@@ -52,9 +61,17 @@ class WarHttpServer(vLLMHttpServer):
         Raises:
             ReplicaFailedError: The engine is dead: its last readings are of no use.
         """
+        await self.war_check_alive()
+        return telemetry.snapshot(has_requests=self.engine.output_processor.has_unfinished_requests())
+
+    async def war_check_alive(self) -> None:
+        """Answer while the engine can serve.
+
+        Raises:
+            ReplicaFailedError: The engine is dead.
+        """
         if self.engine.errored:
             raise self._dead()
-        return telemetry.snapshot(has_requests=self.engine.output_processor.has_unfinished_requests())
 
     def _dead(self) -> ReplicaFailedError:
         return ReplicaFailedError(f"the vLLM engine of replica {self.replica_rank} is dead; its own log says why")
@@ -66,5 +83,56 @@ class WarReplica(vLLMReplica):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         serves_policy = not (self.is_reward_model or self.is_teacher_model)
-        if serves_policy and rollout_war_settings(self.config) is not None:
+        settings = rollout_war_settings(self.config) if serves_policy else None
+        self._hang_s: float | None = None
+        self._is_lost = False
+        if settings is not None:
             self.server_class = ray.remote(WarHttpServer)
+            self._hang_s = parse_war_config(settings).failures.replica_hang_s
+
+    async def sleep(self) -> None:
+        """verl's, unless the replica is lost."""
+        await self._unless_lost(super().sleep)
+
+    async def wake_up(self) -> None:
+        """verl's, unless the replica is lost."""
+        await self._unless_lost(super().wake_up)
+
+    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
+        """verl's, unless the replica is lost: then there are none."""
+        aborted = await self._unless_lost(super().abort_all_requests, reject_request=reject_request)
+        return aborted or {"aborted_count": 0, "request_ids": [], "server_results": []}
+
+    async def resume_generation(self) -> None:
+        """verl's, unless the replica is lost."""
+        await self._unless_lost(super().resume_generation)
+
+    async def clear_kv_cache(self) -> None:
+        """verl's, unless the replica is lost."""
+        await self._unless_lost(super().clear_kv_cache)
+
+    async def release_kv_cache(self) -> None:
+        """verl's, unless the replica is lost."""
+        await self._unless_lost(super().release_kv_cache)
+
+    async def resume_kv_cache(self) -> None:
+        """verl's, unless the replica is lost."""
+        await self._unless_lost(super().resume_kv_cache)
+
+    async def _unless_lost(self, call: Callable[..., Awaitable[Any]], **arguments: Any) -> Any:
+        """What the trainer asks of every replica. One that cannot do it misses it, and so must never serve again."""
+        if self._hang_s is None:
+            return await call(**arguments)
+        if self._is_lost:
+            return None
+        try:
+            return await asyncio.wait_for(call(**arguments), self._hang_s)
+        except (*GONE_ERRORS, EngineDeadError, asyncio.TimeoutError) as error:
+            self._is_lost = True
+            logger.error(
+                "replica %d: up -> down for good (%s when asked to %s); the run goes on without it",
+                *(self.replica_rank, cause_of(error), call.__name__),
+            )
+            for server in self.servers:
+                ray.kill(server)
+            return None
