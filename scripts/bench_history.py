@@ -250,38 +250,51 @@ def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.apply(function, arguments)
 
 
-def table(results: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    lines = [f"Command: `{results['command']}`", "", *(f"- {k}: {v}" for k, v in results["machine"].items()), ""]
-    columns = "tokens", "index", "insert us/token", "bytes/token", "hit p50/p99 us", "miss p50/p99 us", "batch, ms"
-    lines += ["| " + " | ".join((*columns, "left after eviction")) + " |"]
-    lines += ["|" + "---|" * 8]
-    for row in results["sizes"]:
+def sizes_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Speed and memory."""
+    columns = (
+        "tokens",
+        "index",
+        "insert us/token",
+        "bytes/token",
+        "hit p50/p99 us",
+        "miss p50/p99 us",
+        "batch ms, CPU ms",
+    )
+    lines = ["| " + " | ".join((*columns, "left after eviction")) + " |", "|" + "---|" * 8]
+    for row in rows:
         miss = row["miss"] or {"p50_us": "-", "p99_us": "-"}
         lines.append(
             f"| {row['inserted_tokens']:,} | {row['arm']} | {row['insert_cpu_us_per_token']} | "
             f"{row['resident_bytes_per_token']} | {row['hit']['p50_us']} / {row['hit']['p99_us']} | "
-            f"{miss['p50_us']} / {miss['p99_us']} | {row['rows']}: {row['batch']['p50_us'] / 1000:.2f} | "
-            f"{row['resident_share_after_eviction']:.0%} |"
+            f"{miss['p50_us']} / {miss['p99_us']} | {row['rows']} rows: {row['batch']['p50_us'] / 1000:.2f}, "
+            f"{row['batch_cpu_p50_us'] / 1000:.2f} | {row['resident_share_after_eviction']:.0%} |"
         )
-    lines += ["", "How late a sleeping thread wakes, p50/p99/max ms:", ""]
+    return lines
+
+
+def delays_table(arms: dict[str, Any]) -> list[str]:
+    """How long other threads are held up."""
+    lines = ["How late a sleeping thread wakes, p50/p99/max ms:", ""]
     lines += ["| while another one | ingests 100k-token texts | hashes without the GIL | does nothing |"]
     lines += ["|---|---|---|---|"]
-    for arm, row in results["ingest"].items():
+    for arm, row in arms.items():
         cells = [
             " / ".join(f"{row[kind][q] / 1000:.2f}" for q in ("p50_us", "p99_us", "max_us"))
             for kind in ("ingest", "hashing", "idle")
         ]
         lines.append(f"| {arm} | {' | '.join(cells)} |")
-    decode = results["ingest"]["verl_war"]["decode_batch"]
+    decode = arms["verl_war"]["decode_batch"]
     cells = [f"{name}: {each['p50_us']:.0f} / {each['p99_us']:.0f}" for name, each in decode.items()]
-    lines += ["", f"Batch of 32 look-ups, p50/p99 us: {'; '.join(cells)}"]
-    for quality in results["quality"]:
-        lines += [
-            "",
-            f"Attempts of the scripted agents, {quality['replaced']:.0%} of their tokens replaced at random:",
-            "",
-        ]
+    return [*lines, "", f"Batch of 32 look-ups of verl_war, p50/p99 us: {'; '.join(cells)}"]
+
+
+def attempts_table(qualities: list[dict[str, Any]]) -> list[str]:
+    """Accepted tokens."""
+    lines = []
+    for quality in qualities:
+        share = f"{quality['replaced']:.0%}"
+        lines += [f"Attempts of the scripted agents, {share} of their tokens replaced at random:", ""]
         lines += ["| draft source | step | accepted per look-up | drafted | accepted of drafted |"]
         lines += ["|---|---|---|---|---|"]
         for arm, steps in quality["arms"].items():
@@ -290,42 +303,62 @@ def table(results: dict[str, Any]) -> str:
                     f"| {arm} | {step} | {row['mean_accepted_tokens']} | {row['mean_drafted_tokens']} | "
                     f"{row['accepted_of_drafted']} |"
                 )
-    return "\n".join(lines) + "\n"
+        lines.append("")
+    return lines[:-1]
+
+
+PARTS = {"sizes": sizes_table, "delays": delays_table, "attempts": attempts_table}
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as Markdown; every part with the command and the state of the machine that it was measured with."""
+    lines: list[str] = []
+    for part, show in PARTS.items():
+        if part in results:
+            found = results[part]
+            lines += [f"Command: `{found['command']}`", "", *show(found["results"]), ""]
+            lines += ["; ".join(f"{key} {value}" for key, value in found["machine"].items()), ""]
+    return "\n".join(lines)
+
+
+def measure(part: str, given: argparse.Namespace) -> Any:
+    """Results of one part."""
+    arms = ("verl_war", "arctic-inference")
+    if part == "delays":
+        return {arm: in_process(ingest_delays, arm, given.seconds) for arm in arms}
+    if part == "attempts":
+        return [in_process(measure_quality, given.tasks, float(share)) for share in given.replaced.split(",")]
+    rows = []
+    for size in (int(float(text)) for text in given.sizes.split(",")):
+        for arm in arms:
+            rows.append({"arm": arm, **in_process(measure_size, arm, size)})
+            print(rows[-1], file=sys.stderr)
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="results of other parts that are there are kept")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--sizes", default="1e5,1e6,5e6", help="tokens, comma-separated; 5e6 needs 3 GB")
-    parser.add_argument("--tasks", type=int, default=16, help="groups of 8 attempts; 0 leaves them out")
+    parser.add_argument("--tasks", type=int, default=16, help="groups of 8 attempts")
     parser.add_argument("--replaced", default="0,0.1", help="shares of generated tokens to replace at random")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement of delays")
     given = parser.parse_args(arguments)
-    arms = ("verl_war", "arctic-inference")
     given.out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {
-        "command": shlex.join(
-            ["python", "-m", "scripts.bench_history", *(sys.argv[1:] if arguments is None else arguments)]
-        ),
-        "machine": {
+    path = given.out / "results.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    command = ["python", "-m", "scripts.bench_history", *(sys.argv[1:] if arguments is None else arguments)]
+    for part in given.parts:
+        machine = {
             **describe(Path.cwd()),
             "arctic-inference": metadata.version("arctic-inference"),
             "load average at the start": f"{os.getloadavg()[0]:.1f}",
-        },
-        "sizes": [],
-        "quality": [],
-    }
-    for size in (int(float(text)) for text in given.sizes.split(",")):
-        for arm in arms:
-            results["sizes"].append({"arm": arm, **in_process(measure_size, arm, size)})
-            print(results["sizes"][-1], file=sys.stderr)
-    results["ingest"] = {arm: in_process(ingest_delays, arm, given.seconds) for arm in arms}
-    if given.tasks:
-        for replaced in map(float, given.replaced.split(",")):
-            results["quality"].append(in_process(measure_quality, given.tasks, replaced))
-    (given.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    (given.out / "results.md").write_text(table(results))
+        }
+        results[part] = {"command": shlex.join(command), "machine": machine, "results": measure(part, given)}
+        path.write_text(json.dumps(results, indent=2) + "\n")
+        (given.out / "results.md").write_text(table(results))
     print(table(results))
     return 0
 

@@ -134,7 +134,8 @@ class HistoryStore:
 
         Args:
             policy_step: verl's `global_steps`; a smaller one than before is a resumed run.
-            collect: Wait until memory is given back (about 10 ms per million tokens, without the GIL).
+            collect: Wait until memory is given back: about 0.4 s per million forgotten tokens, without the GIL and
+                behind the decode path. False: somebody calls `index.collect()` later.
         """
         self.policy_step = policy_step
         self.index.set_step(policy_step, self.config.window_steps)

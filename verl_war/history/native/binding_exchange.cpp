@@ -15,7 +15,7 @@ py::tuple take_new(Index& index, int64_t max_tokens, int64_t max_rows) {
         while (max_tokens > 0 && max_rows > 0) {
             Entered entered(index.gate, Urgency::kBulk);
             const size_t rows = deltas.key.size(), tokens = deltas.tokens.size();
-            index.take_new(std::min<int64_t>(max_tokens, 16 * kSliceTokens), max_rows, deltas);
+            index.take_new(std::min<int64_t>(max_tokens, 32 * kSliceTokens), max_rows, deltas);
             if (deltas.key.size() == rows) break;
             max_tokens -= static_cast<int64_t>(deltas.tokens.size() - tokens);
             max_rows -= static_cast<int64_t>(deltas.key.size() - rows);

@@ -15,8 +15,8 @@ namespace verl_war {
 
 namespace py = pybind11;
 
-constexpr int64_t kSliceTokens = 500;  // appended under one hold of the gate: about 0.1 ms
-constexpr auto kSliceTime = std::chrono::microseconds(300);
+constexpr int64_t kSliceTokens = 250;  // appended under one hold of the gate: about 0.1 ms
+constexpr auto kSliceTime = std::chrono::microseconds(200);
 // Eviction work per appended token when over the limit: a cycle is over before its tenth of the text has come anew.
 constexpr int64_t kUnitsPerToken = 128;
 
@@ -75,7 +75,7 @@ inline bool collect_in_slices(Index& index, double max_ms, bool forced) {
             Entered entered(index.gate, Urgency::kBulk);
             const auto slice = Clock::now();
             bool more = true;
-            while (more && Clock::now() - slice < kSliceTime) more = index.collect(4096, forced);
+            while (more && Clock::now() - slice < kSliceTime) more = index.collect(2048, forced);
             if (!more) return true;
         }
         const std::chrono::duration<double, std::milli> elapsed = Clock::now() - begin;

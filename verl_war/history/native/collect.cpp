@@ -8,6 +8,7 @@ namespace verl_war {
 
 namespace {
 
+constexpr int64_t kUnitsPerHop = 16;  // a hop is a cache miss; a link that the sweep looks at is not
 constexpr double kLowWater = 0.9;  // evict to this share of max_bytes, so that sweeps are rare
 
 }  // namespace
@@ -25,10 +26,9 @@ bool Index::start_cycle(bool forced) {
     if (bytes() > options.max_bytes && static_cast<int64_t>(slots_.size()) > live_segments_) choose_victims();
     const bool something = !dead_pages_.empty() || !dead_slots_.empty();
     if (!(forced ? something || own_stale_ : something && bytes() > options.max_bytes)) return false;
-    doomed_pages_.swap(dead_pages_);
+    for (uint32_t id : dead_pages_) arena_.set_state(id, kDoomed);
+    dead_pages_.clear();
     doomed_slots_.swap(dead_slots_);
-    std::sort(doomed_pages_.begin(), doomed_pages_.end());
-    for (uint32_t id : doomed_pages_) arena_.set_state(id, kDoomed);
     own_stale_ = false;
     phase_ = Phase::kHeads;
     sweep_chain_ = 0;
@@ -72,31 +72,32 @@ bool Index::cycle_step(int64_t& units) {
         case Phase::kHeads: {
             Heads& heads = heads_[sweep_chain_];
             const size_t stop = std::min(heads.buckets(), sweep_at_ + 256);
-            units -= static_cast<int64_t>(stop - sweep_at_) + 1;
-            for (; sweep_at_ < stop; ++sweep_at_) {
+            --units;
+            for (; sweep_at_ < stop && units > 0; ++sweep_at_) {
                 Position& head = heads.at(sweep_at_);
                 int64_t hops = 0;
                 head = skip_useless(sweep_chain_, head, hops);
-                units -= 16 * hops;
+                units -= 1 + kUnitsPerHop * hops;
             }
             if (sweep_at_ < heads.buckets()) return true;
             sweep_at_ = 0;
             if (++sweep_chain_ == kNumChains) {
                 phase_ = Phase::kLinks;
                 sweep_at_ = 1;
+                sweep_link_ = 0;
             }
             return true;
         }
         case Phase::kLinks:
             if (sweep_at_ < arena_.end()) {
-                sweep_page(static_cast<uint32_t>(sweep_at_++), units);
+                if (sweep_page(static_cast<uint32_t>(sweep_at_), units)) ++sweep_at_;
             } else {
                 phase_ = Phase::kRelease;
+                sweep_at_ = 1;
             }
             return true;
         case Phase::kRelease:
-            release_some(units);
-            if (!doomed_pages_.empty()) return true;
+            if (release_some(units)) return true;
             for (uint32_t slot : doomed_slots_) {
                 segments_[slot] = Segment{};
                 free_slots_.push_back(slot);
@@ -111,7 +112,10 @@ bool Index::cycle_step(int64_t& units) {
                     units -= 8;
                     continue;
                 }
-                heads_[sweep_chain_].trim();
+                if (heads_[sweep_chain_].trim()) {
+                    units -= 512;
+                    return true;
+                }
                 if (++sweep_chain_ == kNumChains) {
                     phase_ = Phase::kIdle;
                     return false;
@@ -124,37 +128,50 @@ bool Index::cycle_step(int64_t& units) {
     return false;
 }
 
-void Index::sweep_page(uint32_t id, int64_t& units) {
+// False when the units were used up before the end of the page; the next call goes on there.
+bool Index::sweep_page(uint32_t id, int64_t& units) {
     units -= 2;
     const uint8_t state = arena_.state(id);
-    if (state == kFree || state == kDoomed) return;
+    if (state == kFree || state == kDoomed) {
+        sweep_link_ = 0;
+        return true;
+    }
     const uint32_t used = arena_.info(id).used;
-    units -= kNumChains * static_cast<int64_t>(used);
-    for (int chain = 0; chain < kNumChains; ++chain) {
-        Position* links = arena_.page(id).link[chain];
+    for (; sweep_link_ < kNumChains * kPageTokens && units > 0; ++sweep_link_) {
+        const int chain = static_cast<int>(sweep_link_ / kPageTokens);
+        const uint32_t at = sweep_link_ % kPageTokens;
+        if (at >= used) continue;
+        Position& link = arena_.page(id).link[chain][at];
+        --units;
+        if (link == 0) continue;
         // Useless entries are skipped only from useful ones: every run of them is then walked once, from its front.
         // The others must still not lead into doomed pages, because a useful one may lead to them until the next cycle.
         const bool useful = state == kUsed || (state == kFinished && chain != kOwnChain);
-        for (uint32_t i = 0; i < used; ++i) {
-            if (links[i] == 0) continue;
-            int64_t hops = 0;
-            if (useful ? useless(chain, links[i]) : doomed(links[i])) {
-                links[i] = useful ? skip_useless(chain, links[i], hops) : skip_doomed(chain, links[i], hops);
-                units -= 16 * hops;  // a hop is a cache miss, a link in the sweep is not
-            }
+        int64_t hops = 0;
+        if (useful ? useless(chain, link) : doomed(link)) {
+            link = useful ? skip_useless(chain, link, hops) : skip_doomed(chain, link, hops);
+            units -= kUnitsPerHop * hops;
         }
     }
+    if (sweep_link_ < kNumChains * kPageTokens) return false;
+    sweep_link_ = 0;
+    return true;
 }
 
-void Index::release_some(int64_t& units) {
-    // From the end, in runs of consecutive pages.
-    size_t count = 1;
-    const size_t size = doomed_pages_.size();
-    if (size == 0) return;
-    while (count < size && count < 256 && doomed_pages_[size - count - 1] + 1 == doomed_pages_[size - count]) ++count;
-    arena_.release(doomed_pages_[size - count], static_cast<uint32_t>(count));
-    doomed_pages_.resize(size - count);
+// Gives one run of doomed pages back; false when there are none left.
+bool Index::release_some(int64_t& units) {
+    while (sweep_at_ < arena_.end() && arena_.state(static_cast<uint32_t>(sweep_at_)) != kDoomed) {
+        ++sweep_at_;
+        if (--units <= 0) return true;
+    }
+    const uint32_t first = static_cast<uint32_t>(sweep_at_);
+    uint32_t count = 0;
+    while (count < 64 && first + count < arena_.end() && arena_.state(first + count) == kDoomed) ++count;
+    if (count == 0) return false;
+    arena_.release(first, count);
+    sweep_at_ += count;
     units -= 256 + 64 * static_cast<int64_t>(count);
+    return true;
 }
 
 void Index::check() const {

@@ -174,8 +174,8 @@ private:
     bool start_cycle(bool forced);
     void choose_victims();
     bool cycle_step(int64_t& units);
-    void sweep_page(uint32_t id, int64_t& units);
-    void release_some(int64_t& units);
+    bool sweep_page(uint32_t id, int64_t& units);
+    bool release_some(int64_t& units);
 
     Arena arena_;
     std::array<Heads, kNumChains> heads_;
@@ -195,8 +195,9 @@ private:
     Phase phase_ = Phase::kIdle;
     int sweep_chain_ = 0;
     size_t sweep_at_ = 0;
-    std::vector<uint32_t> dead_pages_, dead_slots_;      // since the current cycle began
-    std::vector<uint32_t> doomed_pages_, doomed_slots_;  // released at the end of the current cycle
+    uint32_t sweep_link_ = 0;  // within the page at sweep_at_
+    std::vector<uint32_t> dead_pages_, dead_slots_;  // since the current cycle began
+    std::vector<uint32_t> doomed_slots_;             // released at the end of the current cycle
     bool own_stale_ = false;                             // a segment finished since the last cycle
 };
 
