@@ -24,7 +24,15 @@ async def generate(client, session="session", prompt=PROMPT, **kwargs):
 
 def messages(rig, kind):
     sent = [message for name, args, _ in rig.router.calls if name == "exchange" for message in args[1]]
-    return [message[1:] for message in sent if message[0] == kind]
+    return [unpack(kind, *message[1:]) for message in sent if message[0] == kind]
+
+
+def unpack(kind, *arguments):
+    from verl_war.integration.verl.router_protocol import unpack_result, unpack_turn
+
+    if kind == "turn":
+        return (unpack_turn(*arguments),)
+    return (*arguments[:3], unpack_result(*arguments[3:])) if kind == "turn_end" else arguments
 
 
 @pytest.mark.parametrize("kind", ["LLMServerClient", "FullyAsyncLLMServerClient"])

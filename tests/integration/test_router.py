@@ -56,6 +56,13 @@ async def ask_and_be_held(rig, client, *sessions):
     return tasks
 
 
+def asking(name, tokens):
+    from verl_war.core.types import Turn
+    from verl_war.integration.verl.router_protocol import pack_turn
+
+    return ("turn", *pack_turn(Turn(session_id=name, trajectory_id=name, prompt_tokens=tokens)))
+
+
 def ends(rig):
     """Let the turns that are under way at the engines end at once."""
     for server in rig.servers.values():
@@ -95,11 +102,10 @@ async def test_a_held_turn_of_a_trajectory_that_ends_is_refused(make_rig, fast):
 
 async def test_a_cancelled_wait_at_the_actor_gives_the_turn_up_or_back(make_rig, fast):
     """What `ray.cancel` does to the call."""
-    from verl_war.core.types import Turn
 
     rig, client = await full_rig(make_rig)
     router = rig.war_router
-    _, (waiting,) = await router.exchange("o", [("turn", Turn(session_id="s", trajectory_id="s", prompt_tokens=800))])
+    _, (waiting,) = await router.exchange("o", [asking("s", 800)])
     wait = asyncio.ensure_future(router.wait_for_grant(waiting.ticket))
     await asyncio.sleep(0)
     wait.cancel()
@@ -107,7 +113,7 @@ async def test_a_cancelled_wait_at_the_actor_gives_the_turn_up_or_back(make_rig,
         await wait
     assert rig.manager.held_turns == 0
 
-    _, (waiting,) = await router.exchange("o", [("turn", Turn(session_id="s", trajectory_id="s", prompt_tokens=800))])
+    _, (waiting,) = await router.exchange("o", [asking("s", 800)])
     wait = asyncio.ensure_future(router.wait_for_grant(waiting.ticket))
     await asyncio.sleep(0)
     await router.end_trajectory("first0", failed=False)  # grants it
@@ -246,7 +252,6 @@ async def test_turns_wait_for_the_only_replica_when_it_hangs(make_rig, fast):
 
 
 async def test_a_dead_client_gives_back_what_it_holds(make_rig, fast, caplog):
-    from verl_war.core.types import Turn
     from verl_war.integration.verl.router_owners import Owners
 
     rig, client = await full_rig(make_rig)
@@ -254,7 +259,7 @@ async def test_a_dead_client_gives_back_what_it_holds(make_rig, fast, caplog):
     router._owners = Owners(router._on_owner_dead, ping_every_s=0.01)
     worker = LocalActor(None)
     await router.join(router._config, False, "dying", worker, None)
-    turns = [("turn", Turn(session_id=f"d{i}", trajectory_id=f"d{i}", prompt_tokens=800)) for i in range(3)]
+    turns = [asking(f"d{i}", 800) for i in range(3)]
     await router.exchange("dying", turns)
     await until(lambda: rig.manager.held_turns == 3)
     await router.end_trajectory("first0", failed=False)  # one of the dying is granted, and never fetches it
@@ -310,6 +315,7 @@ async def test_identical_prompts_in_all_groups_and_groups_of_one(make_rig, fast)
 
 async def test_a_hundred_thousand_at_once(make_rig):
     from verl_war.core.types import Turn
+    from verl_war.integration.verl.router_protocol import pack_turn
 
     count = 100_000
     rig = make_rig(8, settings=ADMISSION, kv_capacity_tokens=20_000)
@@ -320,7 +326,7 @@ async def test_a_hundred_thousand_at_once(make_rig):
     for start in range(0, count, 1000):
         turns = [Turn(session_id=f"s{i}", trajectory_id=f"t{i}", group_id=f"g{i // 8}", prompt_tokens=500)
                  for i in range(start, start + 1000)]  # fmt: skip
-        answers += (await rig.war_router.exchange("o", [("turn", turn) for turn in turns]))[1]
+        answers += (await rig.war_router.exchange("o", [("turn", *pack_turn(turn)) for turn in turns]))[1]
     held = sum(hasattr(answer, "ticket") for answer in answers)
     assert held == rig.manager.held_turns and 0 < count - held < 1000
     rig.war_router._on_owner_dead("o", rig.war_router._owners.trajectories("o"))

@@ -14,12 +14,15 @@ from ray.exceptions import RayActorError, RayError
 from verl_war.core.config import WarConfig
 from verl_war.core.types import Turn, TurnResult
 from verl_war.integration.verl.failures import RouterNotConfiguredError, cause_of
-from verl_war.integration.verl.router_protocol import Answer, Grant, Message, Pool, Waiting
+from verl_war.integration.verl.router_protocol import Answer, Grant, Message, Pool, Waiting, pack_result, pack_turn
 
 logger = logging.getLogger(__name__)
 
 ROUTER_RETURN_S = 60.0
 """How long a dead router may take to be there again: Ray starts its process within seconds."""
+
+MAX_BATCH = 512
+"""Messages of one call: enough to make its overhead small, few enough that the first need not wait for the last."""
 
 ROUTER_LOST_ERRORS = (RayActorError, RouterNotConfiguredError)
 
@@ -37,7 +40,7 @@ class RouterLink:
         self._full_determinism = full_determinism
         self._patience_s = config.admission.max_hold_s + config.failures.turn_deadline_s
         self._owner = uuid4().hex
-        self._outbox: list[tuple[Message, asyncio.Future[Answer] | None]] = []
+        self._outbox: list[tuple[Message, asyncio.Future[Answer] | None, Turn | None]] = []
         self._sending: asyncio.Task[None] | None = None
         self._joining: asyncio.Task[None] | None = None
         self._is_joined = False
@@ -73,7 +76,7 @@ class RouterLink:
 
     def end_turn(self, turn: Turn, replica_id: str, result: TurnResult) -> None:
         """Tell the router that a turn ended. Does not wait."""
-        self._post(("turn_end", turn.trajectory_id, turn.session_id, replica_id, result))
+        self._post(("turn_end", turn.trajectory_id, turn.session_id, replica_id, *pack_result(result)))
 
     def end_trajectory(self, trajectory_id: str, failed: bool) -> None:
         """Tell the router that a trajectory ended. Does not wait."""
@@ -95,7 +98,7 @@ class RouterLink:
 
     async def _ask(self, turn: Turn) -> Grant:
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._post(("turn", turn), answer)
+        self._post(("turn", *pack_turn(turn)), answer, turn)
         granted = await answer
         if isinstance(granted, Exception):
             raise granted
@@ -117,17 +120,17 @@ class RouterLink:
         if not waiting.cancelled() and waiting.exception() is None:
             self.end_turn(turn, waiting.result().replica_id, TurnResult(failed=True))
 
-    def _post(self, message: Message, answer: asyncio.Future[Answer] | None = None) -> None:
-        self._outbox.append((message, answer))
+    def _post(self, message: Message, answer: asyncio.Future[Answer] | None = None, turn: Turn | None = None) -> None:
+        self._outbox.append((message, answer, turn))
         if self._sending is None or self._sending.done():
             self._sending = asyncio.ensure_future(self._send_all())
 
     async def _send_all(self) -> None:
         while self._outbox:
-            batch, self._outbox = self._outbox, []
-            asked = [(message[1], answer) for message, answer in batch if answer is not None]
+            batch, self._outbox = self._outbox[:MAX_BATCH], self._outbox[MAX_BATCH:]
+            asked = [(turn, answer) for _, answer, turn in batch if answer is not None and turn is not None]
             try:
-                version, answers = await self.router.exchange.remote(self._owner, [message for message, _ in batch])
+                version, answers = await self.router.exchange.remote(self._owner, [message for message, _, _ in batch])
                 if self._pool is None or version != self._pool.version:
                     await self._refresh_pool()
             except (RayError, RouterNotConfiguredError) as error:

@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 POLL_EVERY_S = 0.5
 """Fast against the seconds in which a working set changes, slow against the cost of a reading."""
 
-POLLS_PER_S = 500
-"""Most readings that the router takes in a second, so that they stay a few per cent of its time; with more than 250
-replicas each is read less often."""
+POLLS_PER_S = 200
+"""Most readings that the router takes in a second: each costs it half a millisecond (scripts/bench_router.py), so that
+they stay a tenth of its time. With more than a hundred replicas each is read less often, with 1,000 every 5 s."""
 
 STALE_AFTER_S = 5.0
-"""Ten readings missed: more than a busy event loop explains."""
+"""Ten readings missed: more than a busy event loop explains. Three intervals where those are longer."""
 
 SECOND_LOOK_S = 10.0
 """A replica under suspicion is read twice, this far apart: an engine finishes many iterations in that time."""
@@ -144,14 +144,17 @@ class ReplicaHealth:
         while not watched.is_gone and (self._is_polling or watched.down_cause):
             begin_s = time.monotonic()
             await self._read(replica_id, watched, None)
-            interval_s = max(POLL_EVERY_S, len(self._watched) / POLLS_PER_S)
-            await asyncio.sleep(max(0.0, begin_s + interval_s - time.monotonic()))
+            await asyncio.sleep(max(0.0, begin_s + self._interval_s() - time.monotonic()))
+
+    def _interval_s(self) -> float:
+        return max(POLL_EVERY_S, len(self._watched) / POLLS_PER_S)
 
     async def _read(self, replica_id: str, watched: Watched, timeout_s: float | None) -> ReplicaSnapshot | None:
         """One reading; None when there is none. Without time limit it waits, and counts the waiting as a hang."""
         try:
             call = asyncio.ensure_future(watched.server.war_snapshot.remote())
-            while not (await asyncio.wait((call,), timeout=timeout_s or min(STALE_AFTER_S, self._hang_s)))[0]:
+            patience_s = timeout_s or min(max(STALE_AFTER_S, 3 * self._interval_s()), self._hang_s)
+            while not (await asyncio.wait((call,), timeout=patience_s))[0]:
                 self._miss(replica_id, watched)
                 if timeout_s is not None:
                     call.cancel()
