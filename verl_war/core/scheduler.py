@@ -203,7 +203,7 @@ class Scheduler:
 
     def _start_held(self, held: HeldTurn, replicas: Sequence[Replica], reason: Reason, now_s: float) -> Start:
         self.queue.remove(held)
-        held_s = now_s - held.since_s
+        held_s = max(0.0, now_s - held.since_s)
         if reason is Reason.RESUMED and held_s <= 0:
             reason = Reason.PRICED
         return self._place(held.turn, held.conversation, replicas, reason, now_s, held_s)

@@ -149,7 +149,7 @@ class StepStats:
     def report(self, replica_ids: Sequence[str]) -> dict[str, float]:
         """The fleet's metrics; `replica_ids` are all replicas that count, idle ones included."""
         begin_s = min(self.begin_times_s, default=0.0)
-        spans_s = sorted(end_s - begin_s for end_s in self.end_times_s)
+        spans_s = sorted(max(0.0, end_s - begin_s) for end_s in self.end_times_s)
         held_s = sorted(self.held_times_s)
         decisions_us = sorted(1e6 * time_s for time_s in self.decision_times_s)
         return {
