@@ -4,7 +4,8 @@
     python scripts/bench_router.py --only core --replicas 2,1000 --trajectories 1000
     python scripts/bench_router.py --only core --profile # where the core spends its time, largest fleet only
 
-Scheduling and admission are on and the fleet is loaded to 160% of its KV, so that a good part of the trajectories is held.
+Scheduling and admission are on and the fleet is loaded to 160% of its KV, so that a good part of the trajectories is
+held.
 Times of the core are CPU time of its thread, which other processes on the machine do not lengthen; the actor's rate is
 given as measured and as what its own CPU time per decision would allow. Writes router.json and router.md.
 """

@@ -32,7 +32,7 @@ find_python() {
 # What the environment depends on: when it changes, the environment is brought up to date.
 wanted_stamp() {
     printf '%s\n' "$ROOT"
-    cat "$ROOT/setup.py" "$ROOT/pyproject.toml" "$ROOT/verl_war/version.py" | sha256sum
+    cat "$ROOT/setup.py" "$ROOT/pyproject.toml" "$ROOT/verl_war/version.py" "$ROOT"/verl_war/history/native/* | sha256sum
 }
 
 # interrupted PID: ends the process group of a step; what it did so far is kept.

@@ -18,6 +18,8 @@ ALLOWED = {
     "core": {"core"},
     "patches": {"patches", "core", "support", "integration"},
     "integration": {"integration", "core", "history", "patches", "support", "version"},
+    "history": {"history", "core"},
+    "sim": {"sim", "core", "version"},
     "replay": {"replay", "core"},
 }
 """Part of the package -> parts that it may import."""
