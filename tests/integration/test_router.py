@@ -103,27 +103,51 @@ async def test_a_held_turn_of_a_trajectory_that_ends_is_refused(make_rig, fast):
 async def test_a_cancelled_wait_at_the_actor_gives_the_turn_up_or_back(make_rig, fast):
     """What `ray.cancel` does to the call."""
 
+    from verl_war.core.types import Turn
+
     rig, client = await full_rig(make_rig)
-    router = rig.war_router
-    _, (waiting,) = await router.exchange("o", [asking("s", 800)])
-    wait = asyncio.ensure_future(router.wait_for_grant(waiting.ticket))
-    await asyncio.sleep(0)
+    router, turn = rig.war_router, Turn(session_id="s", trajectory_id="s", prompt_tokens=800)
+    wait = asyncio.ensure_future(router.acquire_server("s", turn=turn))
+    await until(lambda: rig.manager.held_turns == 1)
     wait.cancel()
     with pytest.raises(asyncio.CancelledError):
         await wait
     assert rig.manager.held_turns == 0
 
-    _, (waiting,) = await router.exchange("o", [asking("s", 800)])
-    wait = asyncio.ensure_future(router.wait_for_grant(waiting.ticket))
-    await asyncio.sleep(0)
+    wait = asyncio.ensure_future(router.acquire_server("s", turn=turn))
+    await until(lambda: rig.manager.held_turns == 1)
     await router.end_trajectory("first0", failed=False)  # grants it
     assert rig.manager.inflight == {"r0": 1}
     wait.cancel()
     with pytest.raises(asyncio.CancelledError):
         await wait
     assert rig.manager.inflight == {"r0": 0}
-    with pytest.raises(RuntimeError, match=f"ticket {waiting.ticket} is unknown"):
-        await router.wait_for_grant(waiting.ticket)
+
+
+async def test_news_are_kept_until_they_are_acknowledged_and_can_be_withdrawn_until_handed_out():
+    from verl_war.core.types import Turn
+    from verl_war.integration.verl.router_mail import Item, Mailbox
+    from verl_war.integration.verl.router_protocol import Grant
+
+    def answer(ticket):
+        return Item(("answer", ticket, Grant("r0", 0)), Turn(session_id="s", trajectory_id="s", prompt_tokens=1))
+
+    box = Mailbox()
+    waiting = asyncio.ensure_future(box.take(0))
+    await asyncio.sleep(0)
+    box.put(answer(1))
+    box.put(Item(("lost", "r1")))
+    heard, news = await waiting
+    assert heard == 2 and [item[:2] for item in news] == [("answer", 1), ("lost", "r1")]
+    box.put(answer(2))
+    box.put(answer(3))
+    assert box.withdraw(1) is None, "the client has it, or will have it"
+    assert box.withdraw(3)[1] == Grant("r0", 0) and box.withdraw(3) is None
+    heard, news = await box.take(0)  # the first call's answer was lost
+    assert heard == 3 and [item[1] for item in news] == [1, "r1", 2]
+    box.put(answer(4))
+    heard, news = await box.take(3)
+    assert heard == 4 and [item[1] for item in news] == [4]
 
 
 async def test_two_turns_of_one_session_run_one_after_the_other_when_held(make_rig, fast):

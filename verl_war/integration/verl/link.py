@@ -47,7 +47,9 @@ class RouterLink:
         self._pool: Pool | None = None
         self._handles: dict[str, Any] = {}
         self._loss_of: dict[str, asyncio.Future[None]] = {}
-        self._watching: asyncio.Task[None] | None = None
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._heard = 0
+        self._listening: asyncio.Task[None] | None = None
 
     async def acquire(self, turn: Turn) -> tuple[str, Any, int]:
         """Ask for a turn and wait until it may run. Cancelled, it gives back what the router grants.
@@ -104,21 +106,45 @@ class RouterLink:
             raise granted
         if isinstance(granted, Grant):
             return granted
-        waiting = asyncio.ensure_future(self.router.wait_for_grant.remote(granted.ticket))
-        try:
-            grant: Grant = await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            self._post(("give_up", granted.ticket))
-            waiting.add_done_callback(lambda done: self._give_back(done, turn))
-            raise
-        if grant.replica_id not in self._handles:
-            await self._refresh_pool()
-        return grant
+        return await self._wait(granted.ticket, turn)
 
-    def _give_back(self, waiting: asyncio.Future[Grant], turn: Turn) -> None:
-        """A grant that arrives after its turn was cancelled."""
-        if not waiting.cancelled() and waiting.exception() is None:
-            self.end_turn(turn, waiting.result().replica_id, TurnResult(failed=True))
+    async def _wait(self, ticket: int, turn: Turn) -> Grant:
+        """Wait for the answer to a held turn."""
+        try:
+            answer = await asyncio.shield(self._answer_to(ticket))
+        except asyncio.CancelledError:
+            self._give_up(ticket, turn)
+            raise
+        self._answers.pop(ticket, None)
+        if isinstance(answer, Exception):
+            raise answer
+        assert isinstance(answer, Grant)
+        if answer.replica_id not in self._handles:
+            await self._refresh_pool()
+        return answer
+
+    def _answer_to(self, ticket: int) -> asyncio.Future[Answer]:
+        """Answer to a held turn; it may come before the ticket does."""
+        answer = self._answers.get(ticket)
+        if answer is None:
+            answer = self._answers[ticket] = asyncio.get_running_loop().create_future()
+        return answer
+
+    def _give_up(self, ticket: int, turn: Turn) -> None:
+        """A held turn was cancelled. Its answer comes nevertheless, and if it is a grant it goes back."""
+
+        def give_back(done: asyncio.Future[Answer]) -> None:
+            self._answers.pop(ticket, None)
+            self._give_back(done.result(), turn)
+
+        answer = self._answer_to(ticket)
+        if not answer.done():
+            self._post(("give_up", ticket))
+        answer.add_done_callback(give_back)
+
+    def _give_back(self, answer: Answer, turn: Turn) -> None:
+        if isinstance(answer, Grant):
+            self.end_turn(turn, answer.replica_id, TurnResult(failed=True))
 
     def _post(self, message: Message, answer: asyncio.Future[Answer] | None = None, turn: Turn | None = None) -> None:
         self._outbox.append((message, answer, turn))
@@ -130,8 +156,8 @@ class RouterLink:
             batch, self._outbox = self._outbox[:MAX_BATCH], self._outbox[MAX_BATCH:]
             asked = [(turn, answer) for _, answer, turn in batch if answer is not None and turn is not None]
             try:
-                version, answers = await self.router.exchange.remote(self._owner, [message for message, _, _ in batch])
-                if self._pool is None or version != self._pool.version:
+                stamp, answers = await self.router.exchange.remote(self._owner, [message for message, _, _ in batch])
+                if self._pool is None or stamp != (self._pool.router, self._pool.version):
                     await self._refresh_pool()
             except (RayError, RouterNotConfiguredError) as error:
                 self._is_joined = False
@@ -143,27 +169,52 @@ class RouterLink:
     def _settle(self, turn: Turn, answer: asyncio.Future[Answer], its_answer: Answer) -> None:
         if not answer.done():
             answer.set_result(its_answer)
-        elif isinstance(its_answer, Grant):
-            self.end_turn(turn, its_answer.replica_id, TurnResult(failed=True))
         elif isinstance(its_answer, Waiting):
-            self._post(("give_up", its_answer.ticket))
+            self._give_up(its_answer.ticket, turn)
+        else:
+            self._give_back(its_answer, turn)
 
-    async def _watch_losses(self) -> None:
-        """One waiting call for the whole process; it ends with the router, and joining begins another."""
-        seen = 0
+    async def _listen(self) -> None:
+        """Take the router's news, all that there is with one call. Ends with the router; joining begins anew."""
         try:
             while True:
-                seen, lost = await self.router.next_losses.remote(seen)
-                for replica_id in lost:
-                    loss = self._loss_of.pop(replica_id, None)
-                    if loss is not None:
-                        loss.set_result(None)
-        except ROUTER_LOST_ERRORS:
-            return
+                self._heard, news = await self.router.news.remote(self._owner, self._heard)
+                for kind, subject, *rest in news:
+                    if kind == "lost":
+                        self._on_loss(subject)
+                    elif not self._answer_to(subject).done():
+                        self._answer_to(subject).set_result(*rest)
+        except ROUTER_LOST_ERRORS as error:
+            self._listening = None
+            try:
+                await self._join(error)
+            except RayError as final:
+                self._on_new_router(final)
+        except RayError as error:
+            logger.exception("router: its news cannot be heard")
+            self._on_new_router(error)
+
+    def _on_loss(self, replica_id: str) -> None:
+        loss = self._loss_of.pop(replica_id, None)
+        if loss is not None:
+            loss.set_result(None)
+
+    def _on_new_router(self, error: Exception) -> None:
+        """What was held is held no more; it is asked for again."""
+        self._heard = 0
+        answers, self._answers = self._answers, {}
+        for answer in answers.values():
+            if not answer.done():
+                answer.set_result(error)
 
     async def _refresh_pool(self) -> None:
-        self._pool = await self.router.pool.remote()
-        self._handles.update(self._pool.servers)
+        pool = await self.router.pool.remote()
+        if self._pool is not None and pool.router != self._pool.router:
+            # Another process met it first, and it has its settings from there.
+            await self._join(RouterNotConfiguredError("the router was started again"))
+            return
+        self._pool = pool
+        self._handles.update(pool.servers)
 
     async def _join(self, error: BaseException | None = None) -> None:
         """Join the router, or wait until it is there again; all turns of the process wait for the same attempt."""
@@ -176,6 +227,7 @@ class RouterLink:
             logger.warning("router: up -> down (%s)", cause_of(error))
         deadline_s = time.monotonic() + ROUTER_RETURN_S
         handle = _own_actor()
+        known = "" if self._pool is None else self._pool.router
         while True:
             try:
                 self._pool = await self.router.join.remote(
@@ -187,9 +239,11 @@ class RouterLink:
                     raise
             await asyncio.sleep(1.0)
         self._handles.update(self._pool.servers)
+        if known and self._pool.router != known:
+            self._on_new_router(RouterNotConfiguredError("the router was started again"))
         self._is_joined = True
-        if self._watching is None or self._watching.done():
-            self._watching = asyncio.ensure_future(self._watch_losses())
+        if self._listening is None or self._listening.done():
+            self._listening = asyncio.ensure_future(self._listen())
         if error is not None:
             logger.warning("router: down -> up (started again by Ray; %d replicas)", len(self._pool.servers))
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
 import ray
 
@@ -22,8 +23,9 @@ from verl_war.core.types import Placement, ReplicaSnapshot, Turn, TurnResult
 from verl_war.integration.verl.failures import RouterNotConfiguredError
 from verl_war.integration.verl.journal import Journal
 from verl_war.integration.verl.router_health import ReplicaHealth
+from verl_war.integration.verl.router_mail import Item, Mailbox
 from verl_war.integration.verl.router_owners import Owners
-from verl_war.integration.verl.router_protocol import Answer, Grant, Message, Pool, Waiting, unpack_result, unpack_turn
+from verl_war.integration.verl.router_protocol import Answer, Message, News, Pool, Waiting, unpack_result, unpack_turn
 from verl_war.integration.verl.router_turns import Turns
 
 logger = logging.getLogger(__name__)
@@ -48,15 +50,14 @@ class WarRouter:
     """
 
     def __init__(self, servers: dict[str, Any], router_config: dict[str, Any]) -> None:
-        self._pool = Pool(0, dict(servers))
+        self._pool = Pool(0, dict(servers), router=uuid4().hex)
         self._manager: WorkloadManager | None = None
         self._config = WarConfig()
         self._full_determinism = False
         self._journal: Journal | None = None
         self._turns: Turns | None = None
         self._handles = dict(servers)
-        self._losses: list[str] = []
-        self._loss = asyncio.Event()
+        self._mailboxes: dict[str, Mailbox] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._owners = Owners(self._on_owner_dead)
         self._health = ReplicaHealth(0.0, self._on_snapshot, self._on_missing, self._on_down, self._join_pool)
@@ -76,7 +77,9 @@ class WarRouter:
             self._tasks.append(asyncio.create_task(self._journal.write_every_second()))
         else:
             self._manager = WorkloadManager(config, full_determinism)
-        self._turns = Turns(self._manager, config.failures.turn_deadline_s, self._may_return, self._may_fill)
+        self._turns = Turns(
+            self._manager, config.failures.turn_deadline_s, self._may_return, self._may_fill, self._mailbox_of
+        )
         hang_s = config.failures.replica_hang_s
         self._health = ReplicaHealth(hang_s, self._on_snapshot, self._on_missing, self._on_down, self._join_pool)
         for replica_id, server in self._pool.servers.items():
@@ -108,7 +111,7 @@ class WarRouter:
         if pool is not None and pool.version > self._pool.version:
             await self.remove_servers([name for name in self._pool.servers if name not in pool.servers])
             await self.add_servers({name: it for name, it in pool.servers.items() if name not in self._pool.servers})
-            self._pool = pool
+            self._pool = replace(pool, router=self._pool.router)
         if self._is_deciding:
             self._owners.join(owner, handle)
         return self._pool
@@ -118,12 +121,12 @@ class WarRouter:
         manager = self._require_manager()
         self._deliver(manager.on_step_begin(policy_step, num_trajectories, time.monotonic(), group_size))
 
-    async def exchange(self, owner: str, messages: Sequence[Message]) -> tuple[int, list[Answer]]:
+    async def exchange(self, owner: str, messages: Sequence[Message]) -> tuple[tuple[str, int], list[Answer]]:
         """Take in what a process has to say, in order.
 
         Returns:
-            Version of the pool, and for every turn asked for: its grant, the ticket of a turn that is held, or the
-            error that it met.
+            This router and the version of its pool, and for every turn asked for: its grant, the ticket of a held
+            turn, or the error that it met.
         """
         turns = self._require_turns()
         answers: list[Answer] = []
@@ -139,18 +142,23 @@ class WarRouter:
             elif kind == "trajectory_end":
                 await self.end_trajectory(*arguments)
             elif kind == "give_up":
-                turns.give_up(*arguments)
+                turns.give_up(owner, *arguments)
             else:
                 raise ValueError(f"message {kind!r} is unknown; expected turn, turn_end, trajectory_end or give_up")
-        return self._pool.version, answers
+        return (self._pool.router, self._pool.version), answers
 
-    async def wait_for_grant(self, ticket: int) -> Grant:
-        """Wait until a held turn may start.
+    async def news(self, owner: str, acknowledged: int) -> tuple[int, list[News]]:
+        """Wait for what a process is to be told: answers to its held turns, and replicas that broke.
 
-        Raises:
-            RuntimeError: No replica is left that could serve it, or it was given up.
+        Args:
+            owner: Name of the process.
+            acknowledged: How many pieces of news it has had.
+
+        Returns:
+            How many it has had with these, and these.
         """
-        return await self._require_turns().wait(ticket)
+        self._require_turns()
+        return await self._mailbox_of(owner).take(acknowledged)
 
     async def pool(self) -> Pool:
         """The replicas that serve now."""
@@ -163,16 +171,6 @@ class WarRouter:
             self._health.report_gone(replica_id, cause)
             return False
         return await self._health.verify(replica_id, cause)
-
-    async def next_losses(self, seen: int) -> tuple[int, list[str]]:
-        """Wait until more than `seen` replicas have broken since the router was started.
-
-        Returns:
-            How many have by now, and those that the caller has not seen.
-        """
-        while len(self._losses) <= seen:
-            await self._loss.wait()
-        return len(self._losses), self._losses[seen:]
 
     async def acquire_server(self, request_id: str, turn: Turn | None = None) -> tuple[str, Any, int]:
         """Place a turn; verl's protocol.
@@ -271,6 +269,12 @@ class WarRouter:
         """Whether anything needs watching: with every feature off the router is as passive as verl's."""
         return self._config.scheduling.enabled or self._config.admission.enabled
 
+    def _mailbox_of(self, owner: str) -> Mailbox:
+        mailbox = self._mailboxes.get(owner)
+        if mailbox is None:
+            mailbox = self._mailboxes[owner] = Mailbox()
+        return mailbox
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_EVERY_S)
@@ -292,14 +296,14 @@ class WarRouter:
 
     def _leave_pool(self, replica_id: str, is_lost: bool) -> None:
         servers = {name: server for name, server in self._pool.servers.items() if name != replica_id}
-        self._pool = Pool(self._pool.version + 1, servers, self._pool.is_elastic or not is_lost)
+        is_elastic = self._pool.is_elastic or not is_lost
+        self._pool = replace(self._pool, version=self._pool.version + 1, servers=servers, is_elastic=is_elastic)
         if self._manager is not None:
             self._deliver(self._manager.on_replica_down(replica_id, time.monotonic(), is_lost))
 
     def _on_down(self, replica_id: str) -> None:
-        self._losses.append(replica_id)
-        self._loss.set()
-        self._loss = asyncio.Event()
+        for mailbox in self._mailboxes.values():
+            mailbox.put(Item(("lost", replica_id)))
         self._leave_pool(replica_id, is_lost=True)
 
     def _on_snapshot(self, replica_id: str, snapshot: ReplicaSnapshot) -> None:
@@ -311,6 +315,7 @@ class WarRouter:
     def _on_owner_dead(self, owner: str, trajectory_ids: list[str]) -> None:
         turns = self._require_turns()
         turns.forget_owner(owner)
+        self._mailboxes.pop(owner, None)
         for trajectory_id in trajectory_ids:
             turns.end_trajectory(trajectory_id, failed=True)
 

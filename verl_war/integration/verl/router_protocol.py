@@ -17,11 +17,13 @@ class Pool:
         version: Counts the changes; the higher one is the later one.
         servers: Replica id -> handle of its server.
         is_elastic: Whether verl ever took a replica out in good order: it may bring it back.
+        router: Name of the router's process; another one has other tickets and has forgotten all turns.
     """
 
     version: int
     servers: Mapping[str, Any] = field(default_factory=dict)
     is_elastic: bool = False
+    router: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +36,16 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A turn is held; `WarRouter.wait_for_grant(ticket)` returns its grant."""
+    """A turn is held; its answer comes with the news."""
 
     ticket: int
 
 
 Answer = Grant | Waiting | Exception
 """To a turn that was asked for."""
+
+News = tuple[Any, ...]
+"""("answer", ticket, Grant or Exception) or ("lost", replica id)."""
 
 Message = tuple[Any, ...]
 """("turn", *packed Turn), ("turn_end", trajectory id, session id, replica id, *packed TurnResult), ("trajectory_end",

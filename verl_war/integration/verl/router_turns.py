@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from verl_war.core.manager import WorkloadManager
 from verl_war.core.types import Placement, Turn, TurnResult
 from verl_war.integration.verl.failures import NO_SERVERS
+from verl_war.integration.verl.router_mail import Item, Mailbox
 from verl_war.integration.verl.router_protocol import Answer, Grant, Waiting
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ LOOK_EVERY_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class Admission:
-    """A turn whose client waits for its grant."""
+    """A turn whose client waits for its grant. One without owner waits at `Turns.wait`, the others for their mail."""
 
     ticket: int
     owner: str
@@ -38,6 +39,7 @@ class Turns:
         deadline_s: How long a turn waits for a replica to join an empty pool.
         may_return: Whether a replica that broke can go on.
         may_fill: Whether that, or verl, can put a replica in an empty pool.
+        mailbox_of: Mailbox of an owner.
     """
 
     def __init__(
@@ -46,11 +48,13 @@ class Turns:
         deadline_s: float,
         may_return: Callable[[], bool],
         may_fill: Callable[[], bool],
+        mailbox_of: Callable[[str], Mailbox],
     ) -> None:
         self._manager = manager
         self._deadline_s = deadline_s
         self._may_return = may_return
         self._may_fill = may_fill
+        self._mailbox_of = mailbox_of
         self._admissions: dict[int, Admission] = {}
         self._of_session: dict[str, Admission] = {}
         self._of_trajectory: dict[str, list[Admission]] = {}
@@ -85,22 +89,36 @@ class Turns:
         try:
             return await asyncio.shield(admission.grant)
         except asyncio.CancelledError:
-            self.give_up(ticket)
+            self._give_up(admission)
             raise
         finally:
             self._admissions.pop(ticket, None)
 
-    def give_up(self, ticket: int) -> None:
-        """The client of a turn does not want it any more; what was granted meanwhile is given back."""
-        admission = self._admissions.pop(ticket, None)
-        if admission is None:
+    def give_up(self, owner: str, ticket: int) -> None:
+        """A client does not want a held turn any more.
+
+        Every ticket is answered once, this one with an error. A grant that was handed out is not answered again: the
+        client gives it back.
+        """
+        admission = self._admissions.get(ticket)
+        if admission is not None:
+            self._give_up(admission)
             return
-        if admission.grant.done():
-            if not admission.grant.cancelled() and admission.grant.exception() is None:
-                self._give_back(admission.turn, admission.grant.result().replica_id)
-            return
-        self._refuse(admission, RuntimeError(f"turn of session {admission.turn.session_id} was given up"))
-        self.deliver(self._manager.on_turn_abandoned(admission.turn.session_id, time.monotonic()))
+        mailbox = self._mailbox_of(owner)
+        turn, answer = mailbox.withdraw(ticket) or (None, None)
+        if turn is not None and isinstance(answer, Grant):
+            self._give_back(turn, answer.replica_id)
+        if turn is not None:
+            mailbox.put(Item(("answer", ticket, _given_up(turn))))
+
+    def _give_up(self, admission: Admission) -> None:
+        if not admission.grant.done():
+            is_held = self._of_session.get(admission.turn.session_id) is admission
+            self._refuse(admission, _given_up(admission.turn))
+            if is_held:
+                self.deliver(self._manager.on_turn_abandoned(admission.turn.session_id, time.monotonic()))
+        elif admission.grant.exception() is None:
+            self._give_back(admission.turn, admission.grant.result().replica_id)
 
     def end_turn(self, trajectory_id: str, session_id: str, replica_id: str, result: TurnResult) -> None:
         """A turn ended on a replica."""
@@ -115,7 +133,7 @@ class Turns:
     def forget_owner(self, owner: str) -> None:
         """A client process died: nobody will fetch its grants."""
         for admission in [admission for admission in self._admissions.values() if admission.owner == owner]:
-            self.give_up(admission.ticket)
+            self.give_up(owner, admission.ticket)
 
     def deliver(self, placements: Iterable[Placement]) -> None:
         """Let turns start; one that nobody waits for any more is given back, which may start others."""
@@ -125,7 +143,7 @@ class Turns:
             admission = self._of_session.get(placement.session_id)
             if admission is not None:
                 self._unhold(admission)
-                admission.grant.set_result(Grant(placement.replica_id, placement.priority))
+                self._grant(admission, Grant(placement.replica_id, placement.priority))
                 continue
             logger.warning("turn of session %s was placed, but its client is gone: given back", placement.session_id)
             result = TurnResult(failed=True)
@@ -183,6 +201,16 @@ class Turns:
         if not admission.grant.done():
             admission.grant.set_exception(error)
             admission.grant.exception()  # marks it as seen: a dead client does not fetch it
+            self._mail(admission, error)
+
+    def _grant(self, admission: Admission, grant: Grant) -> None:
+        admission.grant.set_result(grant)
+        self._mail(admission, grant)
+
+    def _mail(self, admission: Admission, answer: Answer) -> None:
+        if admission.owner:
+            self._admissions.pop(admission.ticket, None)
+            self._mailbox_of(admission.owner).put(Item(("answer", admission.ticket, answer), admission.turn))
 
     def _give_back(self, turn: Turn, replica_id: str) -> None:
         self.end_turn(turn.trajectory_id, turn.session_id, replica_id, TurnResult(failed=True))
@@ -203,7 +231,7 @@ class Turns:
         if answer is None:
             self._hold(admission)
         elif isinstance(answer, Grant):
-            admission.grant.set_result(answer)
+            self._grant(admission, answer)
         else:
             self._refuse(admission, answer)
         self.deliver(others)
@@ -216,3 +244,7 @@ class Turns:
         deadline_s = time.monotonic() + self._deadline_s
         while not self._manager.inflight and self._may_return() and time.monotonic() < deadline_s:
             await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _given_up(turn: Turn) -> RuntimeError:
+    return RuntimeError(f"turn of session {turn.session_id} was given up by its client")
