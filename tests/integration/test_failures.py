@@ -213,3 +213,18 @@ async def test_a_killed_worker_gives_back_what_it_holds(fleet):
 
     with pytest.raises(RayActorError):
         await run
+
+
+async def test_a_step_gets_its_metrics_from_a_router_that_was_started_again(fleet, monkeypatch):
+    from verl_war.core.config import parse_war_config
+    from verl_war.integration.verl import step_metrics
+
+    it = fleet(count=1)
+    monkeypatch.setattr(step_metrics, "_router", None)
+    monkeypatch.setattr(step_metrics, "_settings", step_metrics._settings)
+    assert step_metrics.consume() == {}, "a run without WAR"
+    step_metrics.attach(it.router, parse_war_config(SETTINGS), False)
+    assert (await asyncio.to_thread(step_metrics.consume))["war/turns"] == 1
+    os.kill(await it.router.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
+    metrics = await asyncio.wait_for(asyncio.to_thread(step_metrics.consume), 60)
+    assert metrics["war/turns"] == 0 and "war/replicas_lost" in metrics
