@@ -210,3 +210,13 @@ def test_a_failed_save_leaves_the_file_before_it(tmp_path, monkeypatch):
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["h"]
     with pytest.raises(ValueError, match="on_damage='ignore'"):
         load(store(), path, on_damage="ignore")
+
+
+def test_a_reward_may_come_after_the_end_and_decides_what_stays():
+    history = store(min_kept_tokens=1, keep_per_group=1)
+    for key in (1, 2):
+        assert play(history, key, 7, 0, text(key, 60))
+    history.set_reward(1, 0.9)
+    history.set_reward(99, 1.0)  # evicted meanwhile: ignored
+    history.on_step(1)
+    assert history.index.keys().tolist() == [1]

@@ -182,11 +182,18 @@ def deadline_s(conversation: Conversation, config: AdmissionConfig) -> float:
     return conversation.begin_s + config.trajectory_ttl_s - config.deadline_margin_s
 
 
-def pause_order(replica: Replica) -> list[Conversation]:
+def pause_order(replica: Replica) -> Iterator[Conversation]:
     """Admitted conversations between two turns, in the order in which they are paused.
 
     The shortest context first: it costs least to compute again, and in a heavy-tailed step it belongs to the
     trajectory that is least likely to be the last.
     """
-    idle = (conversation for conversation in replica.admitted.values() if conversation.inflight == 0)
-    return sorted(idle, key=lambda conversation: conversation.context_tokens)
+    idle = [
+        (conversation.context_tokens, position, conversation)
+        for position, conversation in enumerate(replica.admitted.values())
+        if conversation.inflight == 0
+    ]
+    # One or two are paused as a rule: a heap finds them without sorting the others.
+    heapq.heapify(idle)
+    while idle:
+        yield heapq.heappop(idle)[2]

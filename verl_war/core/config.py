@@ -45,12 +45,12 @@ class SchedulingConfig:
     offload_price_share: float = 0.15
 
     def __post_init__(self) -> None:
-        _require_range(self, "scheduling", "move_min_saving_s", 0.0, 3600.0)
-        _require_range(self, "scheduling", "move_min_saving_share", 0.0, 1.0)
-        _require_range(self, "scheduling", "move_min_turns", 0, 1000)
-        _require_range(self, "scheduling", "move_min_load_ratio", 1.0, 100.0)
-        _require_range(self, "scheduling", "offload_capacity_tokens", 0, 10**12)
-        _require_range(self, "scheduling", "offload_price_share", 0.0, 1.0)
+        require_range(self, f"{ROOT_KEY}.scheduling", "move_min_saving_s", 0.0, 3600.0)
+        require_range(self, f"{ROOT_KEY}.scheduling", "move_min_saving_share", 0.0, 1.0)
+        require_range(self, f"{ROOT_KEY}.scheduling", "move_min_turns", 0, 1000)
+        require_range(self, f"{ROOT_KEY}.scheduling", "move_min_load_ratio", 1.0, 100.0)
+        require_range(self, f"{ROOT_KEY}.scheduling", "offload_capacity_tokens", 0, 10**12)
+        require_range(self, f"{ROOT_KEY}.scheduling", "offload_price_share", 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +78,13 @@ class AdmissionConfig:
     deadline_margin_s: float = 60.0
 
     def __post_init__(self) -> None:
-        _require_range(self, "admission", "admit_fraction", 0.05, 10.0)
-        _require_range(self, "admission", "pause_fraction", 0.05, 10.0)
-        _require_range(self, "admission", "growth_turns", 0.0, 100.0)
-        _require_range(self, "admission", "max_hold_s", 0.0, 1e6)
-        _require_range(self, "admission", "deadline_margin_s", 0.0, 1e6)
+        require_range(self, f"{ROOT_KEY}.admission", "admit_fraction", 0.05, 10.0)
+        require_range(self, f"{ROOT_KEY}.admission", "pause_fraction", 0.05, 10.0)
+        require_range(self, f"{ROOT_KEY}.admission", "growth_turns", 0.0, 100.0)
+        require_range(self, f"{ROOT_KEY}.admission", "max_hold_s", 0.0, 1e6)
+        require_range(self, f"{ROOT_KEY}.admission", "deadline_margin_s", 0.0, 1e6)
         if self.trajectory_ttl_s is not None:
-            _require_range(self, "admission", "trajectory_ttl_s", 1.0, 1e7)
+            require_range(self, f"{ROOT_KEY}.admission", "trajectory_ttl_s", 1.0, 1e7)
         if self.admit_fraction > self.pause_fraction:
             raise ValueError(
                 f"{ROOT_KEY}.admission.admit_fraction={self.admit_fraction!r} is over pause_fraction="
@@ -112,9 +112,9 @@ class FailureConfig:
     retries: int = 3
 
     def __post_init__(self) -> None:
-        _require_range(self, "failures", "turn_deadline_s", 1e-3, 1e6)
-        _require_range(self, "failures", "replica_hang_s", 1e-3, 1e6)
-        _require_range(self, "failures", "retries", 0, 100)
+        require_range(self, f"{ROOT_KEY}.failures", "turn_deadline_s", 1e-3, 1e6)
+        require_range(self, f"{ROOT_KEY}.failures", "replica_hang_s", 1e-3, 1e6)
+        require_range(self, f"{ROOT_KEY}.failures", "retries", 0, 100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,11 +193,15 @@ def _value(hint: Any, value: Any, path: str) -> Any:
     return value
 
 
-def _require_range(config: Any, section: str, name: str, low: float, high: float) -> None:
-    """Raise unless `low <= config.name <= high`; NaN is never in range."""
+def require_range(config: Any, key: str, name: str, low: float, high: float) -> None:
+    """Raise unless `low <= config.name <= high`; NaN is never in range. `key` is what the message calls `config`.
+
+    Raises:
+        ValueError: The value is out of range.
+    """
     value = getattr(config, name)
     if not low <= value <= high:
-        raise ValueError(f"{ROOT_KEY}.{section}.{name}={value!r} must be between {low} and {high}")
+        raise ValueError(f"{key}.{name}={value!r} must be between {low} and {high}")
 
 
 def _keys(cls: Any) -> str:

@@ -39,6 +39,10 @@ PRIOR_ITERATIONS = 20.0
 HALF_LIFE_ITERATIONS = 2_000.0
 """Measurements this old count half, so that a fit follows a policy whose contexts grow over a step."""
 
+REFIT_SHARE = 0.01
+"""New iterations, as a share of those remembered, from which the fit is solved again. Solving takes 200 us,
+and many replicas report."""
+
 OUTLIER_RATIO = 5.0
 """A window this many times slower or faster than the fit counts as if at that bound: weight updates and
 first-time compilation stall an engine without telling anything of its iterations."""
@@ -58,6 +62,7 @@ class StepTimeFit:
     _normal: list[list[float]] = field(default_factory=lambda: [[0.0] * 3 for _ in range(3)])
     _target: list[float] = field(default_factory=lambda: [0.0] * 3)
     _fitted: StepTime | None = None
+    _unfitted: float = 0.0
 
     def observe(self, iterations: int, tokens: float, kv_token_steps: float, busy_s: float) -> None:
         """Take in a window. Windows without iterations, or whose time is not a positive number, are ignored."""
@@ -74,12 +79,15 @@ class StepTimeFit:
             self._target[i] = self._target[i] * keep + iterations * row[i] * seconds
             for j in range(3):
                 self._normal[i][j] = self._normal[i][j] * keep + iterations * row[i] * row[j]
-        self._fitted = None
+        self._unfitted += iterations
+        if self._unfitted >= REFIT_SHARE * self.iterations:
+            self._fitted = None
 
     def value(self) -> StepTime:
         """The model as fitted so far; the prior before the first window."""
         if self._fitted is None:
             self._fitted = self._solve() if self.iterations else self.prior
+            self._unfitted = 0.0
         return self._fitted
 
     def _solve(self) -> StepTime:

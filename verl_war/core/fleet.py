@@ -71,7 +71,7 @@ class Replica:
 
     replica_id: str
     index: int
-    in_pool: bool = True
+    in_pool: bool = False
     capacity_tokens: int = 0
     trusted_share: float = 1.0
     working_set_tokens: float = 0.0
@@ -103,7 +103,7 @@ class Fleet:
     """All replicas and conversations.
 
     Every change costs O(log n); the least loaded replicas come from a heap whose outdated entries are skipped.
-    `freed` counts the changes that may have made room.
+    `freed` counts the changes that may have made room, `pool_size` the replicas on which turns may be placed.
     """
 
     def __init__(self) -> None:
@@ -112,6 +112,9 @@ class Fleet:
         self.inflight = 0
         self.admitted = 0
         self.freed = 0
+        self.pool_size = 0
+        self._changes = 0
+        self._least: tuple[int, int, list[Replica]] = (-1, 0, [])
         self._heap: list[tuple[float, int, int, Replica]] = []
 
     def add_replica(self, replica_id: str) -> Replica:
@@ -119,6 +122,7 @@ class Fleet:
         replica = self.replicas.get(replica_id)
         if replica is None:
             replica = self.replicas[replica_id] = Replica(replica_id, index=len(self.replicas))
+        self.pool_size += not replica.in_pool
         replica.in_pool = True
         self.freed += 1
         self._changed(replica)
@@ -127,10 +131,11 @@ class Fleet:
     def remove_replica(self, replica_id: str) -> list[Conversation]:
         """Take a replica out of the pool; returns the conversations that were admitted on it, now homeless."""
         replica = self.replicas.get(replica_id)
-        if replica is None:
+        if replica is None or not replica.in_pool:
             return []
         replica.in_pool = False
-        replica.stamp += 1
+        self.pool_size -= 1
+        self._changed(replica)
         evicted = list(replica.admitted.values())
         for conversation in evicted:
             self.withdraw(conversation)
@@ -148,6 +153,9 @@ class Fleet:
 
     def least_loaded(self, count: int) -> list[Replica]:
         """Up to `count` replicas of the pool with the least load, ascending."""
+        changes, known, least = self._least
+        if changes == self._changes and known >= count:
+            return least[:count]
         found: list[tuple[float, int, int, Replica]] = []
         while self._heap and len(found) < count:
             entry = heapq.heappop(self._heap)
@@ -155,7 +163,12 @@ class Fleet:
                 found.append(entry)
         for entry in found:
             heapq.heappush(self._heap, entry)
-        return [entry[3] for entry in found]
+        self._least = (self._changes, count, [entry[3] for entry in found])
+        return self._least[2][:count]
+
+    def on_pace(self, replica: Replica) -> None:
+        """A replica's slowness, and so its load, has changed."""
+        self._changed(replica)
 
     def conversation_of(self, turn: Turn, now_s: float) -> Conversation:
         """The conversation that a turn belongs to, begun if it is new."""
@@ -238,6 +251,7 @@ class Fleet:
 
     def _changed(self, replica: Replica) -> None:
         replica.stamp += 1
+        self._changes += 1
         if not replica.in_pool:
             return
         heapq.heappush(self._heap, (replica.load, replica.index, replica.stamp, replica))

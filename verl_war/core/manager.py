@@ -139,7 +139,8 @@ class WorkloadManager:
             raise ValueError(
                 f"session {turn.session_id} asked for a turn while one of its turns is held; expected one at a time"
             )
-        if not self._fleet.least_loaded(1):
+        if not self._fleet.pool_size:
+            # The very text on which verl's asynchronous client waits.
             raise RuntimeError("No available servers in load balancer")
         trajectory = self._trajectories.setdefault(turn.trajectory_id, _Trajectory(now_s, turn.group_id, turn.validate))
         conversation = self._fleet.conversation_of(turn, now_s)
@@ -218,6 +219,7 @@ class WorkloadManager:
         if window is not None:
             self._step_time.observe(*window)
             replica.pace.update(window, self._step_time.value())
+            self._fleet.on_pace(replica)
         if self._scheduler is not None:
             self._scheduler.placement.model = self._step_time.value()
             self._scheduler.trust.on_preemptions(replica, preempted)

@@ -19,8 +19,7 @@ from verl_war.core.types import Reason, Turn
 logger = logging.getLogger(__name__)
 
 LOOKAHEAD = 8
-"""Held turns that are tried when those ranked before them do not fit: small ones fill
-gaps, but the scan stays short."""
+"""Held turns that are tried when those ranked before them do not fit: small ones fill gaps, but the scan is short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +58,7 @@ class Scheduler:
         self._full_since: int | None = None
 
     def request(self, turn: Turn, conversation: Conversation, now_s: float) -> list[Start]:
-        """A turn wants to run. Returns the turns that start now, this one among them unless it is held.
-
-        Raises:
-            RuntimeError: The pool is empty.
-        """
-        if not self._fleet.least_loaded(1):
-            # The very text on which verl's asynchronous client waits.
-            raise RuntimeError("No available servers in load balancer")
+        """A turn wants to run; the pool is not empty. Returns the turns that start now, this one unless it is held."""
         self._prompt_tokens.setdefault(turn.group_id, turn.prompt_tokens)
         self._fleet.resize(conversation, turn.prompt_tokens, self._need_tokens(turn))
         if conversation.admitted:
@@ -86,7 +78,7 @@ class Scheduler:
     def drain(self, now_s: float) -> list[Start]:
         """Start the held turns that must run or that fit now."""
         starts = self._overdue(now_s)
-        if not self.queue or self._full_since == self._fleet.freed or not self._fleet.least_loaded(1):
+        if not self.queue or self._full_since == self._fleet.freed or not self._fleet.pool_size:
             return starts
         skipped = 0
         for held in self.queue.in_order():
@@ -188,7 +180,7 @@ class Scheduler:
     def _overdue(self, now_s: float) -> list[Start]:
         """Held turns that run whether they fit or not."""
         starts: list[Start] = []
-        if not self._fleet.least_loaded(1):
+        if not self.queue or not self._fleet.pool_size:
             return starts
         admission = self._config.admission
         while (held := self.queue.oldest()) is not None and now_s - held.since_s >= admission.max_hold_s:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from verl_war.core.config import require_range
+
 Mode = Literal["auto", "always", "off"]
 
 MAX_DRAFT_TOKENS = 64
@@ -52,9 +54,7 @@ class SpeculationLimits:
         if self.mode not in get_args(Mode):
             raise ValueError(f"speculation.mode={self.mode!r} must be one of {', '.join(get_args(Mode))}")
         for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ValueError(f"speculation.{name}={value!r} must be between {low} and {high}")
+            require_range(self, "speculation", name, low, high)
 
 
 _RANGES: dict[str, tuple[float, float]] = {

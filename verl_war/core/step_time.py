@@ -145,11 +145,6 @@ class StepTimeModel:
         any_draft, row, token = _fit(own, prior)
         return DraftCost(plain_s=plain, any_draft_s=any_draft, row_s=row, token_s=token)
 
-    def measured_steps(self, rows: int) -> tuple[float, float]:
-        """Plain and drafting steps that are remembered for this batch size."""
-        bucket = self._buckets.get(bucket_of(rows))
-        return (0.0, 0.0) if bucket is None else (bucket.steps, bucket.drafted_steps)
-
     def _nearest(self, index: int) -> _Bucket | None:
         """The bucket, or a measured one within an octave; further away the plain time says nothing."""
         for distance in range(BUCKETS_PER_OCTAVE + 1):

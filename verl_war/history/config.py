@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_war.core.config import ROOT_KEY
+from verl_war.core.config import ROOT_KEY, require_range
 from verl_war.history.index import SOURCES
 
 HISTORY_KEY = f"{ROOT_KEY}.speculation.history"
@@ -65,8 +65,7 @@ class HistoryConfig:
                 raise ValueError(
                     f"{HISTORY_KEY}.{name}={value!r} is {type(value).__name__}; expected {'int' if whole else 'float'}"
                 )
-            if not low <= value <= high:
-                raise ValueError(f"{HISTORY_KEY}.{name}={value!r} must be between {low} and {high}")
+            require_range(self, HISTORY_KEY, name, low, high)
         self._check_sources()
         longest = max(self.min_match_own, self.min_match_group, self.min_match_global)
         if self.max_match_tokens < longest:

@@ -26,16 +26,10 @@ def register_war() -> None:
     Plugins.instance().register(WarSearchPath)
     OmegaConf.register_new_resolver("verl_war.config_path", config_path, replace=True)
     wrapt.register_post_import_hook(_register_replica, "verl.workers.rollout.replica")
-    wrapt.register_post_import_hook(_register_server_adapter, "verl.workers.rollout.base")
 
 
 def _register_replica(module: ModuleType) -> None:
     module.RolloutReplicaRegistry.register("vllm", _load_war_replica)
-
-
-def _register_server_adapter(module: ModuleType) -> None:
-    # verl's table of rollout classes has no function to enter one.
-    module._ROLLOUT_REGISTRY[("vllm", "async")] = "verl_war.integration.verl.server_adapter.WarServerAdapter"
 
 
 def _load_war_replica() -> Any:
