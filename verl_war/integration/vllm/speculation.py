@@ -218,7 +218,6 @@ class Speculation:
         self._steady = steady
         self._entered_s = now
         self.counts.steps += 1
-        self.counts.decode_rows += rows
         self.counts.drafting_rows += drafting_rows
         self.counts.drafting_steps += drafting_rows > 0
 

@@ -22,27 +22,23 @@ class SpeculationCounts:
     Attributes:
         steps: Engine steps in which the proposer was called.
         drafting_steps: Steps that verified drafts.
-        decode_rows: Rows that sampled in those steps; each commits one token without drafts.
         drafting_rows: Rows that verified a draft.
         lookups: Rows for which drafts were looked up.
         shadow_lookups: Of these, looked up only to keep acceptance known; the engine never saw them.
         draft_s: Seconds spent in the proposer.
         step_s: Seconds of the steps that followed on another one, the proposer included.
         max_draft_s: Longest call of the proposer.
-        faults: Errors in drafting; each switches speculation off.
     """
 
     sources: dict[str, SourceCounts] = field(default_factory=dict)
     steps: int = 0
     drafting_steps: int = 0
-    decode_rows: int = 0
     drafting_rows: int = 0
     lookups: int = 0
     shadow_lookups: int = 0
     draft_s: float = 0.0
     step_s: float = 0.0
     max_draft_s: float = 0.0
-    faults: int = 0
 
     @classmethod
     def of(cls, sources: Sequence[str]) -> SpeculationCounts:
@@ -74,7 +70,6 @@ class SpeculationCounts:
             "max_draft_s": self.max_draft_s,
             "step_s": self.step_s,
             "draft_share": self.draft_s / self.step_s if self.step_s else 0.0,
-            "faults": self.faults,
         }
         for name, counts in self.sources.items():
             report[f"source/{name}/drafts"] = counts.drafts
