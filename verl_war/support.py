@@ -178,3 +178,21 @@ def format_matrix(rows: Iterable[Requirement] = SUPPORT) -> str:
     lines = ["| package | versions | machines | evidence |", "|---|---|---|---|"]
     lines += [f"| {r.distribution} | `{r.versions}` | {', '.join(r.machines)} | {r.evidence} |" for r in rows]
     return "\n".join(lines)
+
+
+def set_log_level() -> None:
+    """Keeps the package's log to be seen in this process, from the level that ``VERL_LOGGING_LEVEL`` names, as verl's
+    modules have it; from WARNING without it.
+
+    A dependency of vLLM's API server, ``model_hosting_container_standards``, sets the root logger and all its handlers
+    to ERROR when it is imported, and a replica's changes of mode would not be seen. Levels that somebody chose stay:
+    that of the package's logger, and the two variables which that dependency reads.
+
+    Raises:
+        ValueError: ``VERL_LOGGING_LEVEL`` names no level.
+    """
+    package = logging.getLogger("verl_war")
+    if package.level == logging.NOTSET:
+        package.setLevel(os.environ.get("VERL_LOGGING_LEVEL", "WARNING").upper())
+    if "LOG_LEVEL" not in os.environ:
+        os.environ.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", "WARNING")

@@ -186,7 +186,7 @@ def test_failing_step_ends_the_process_before_the_next(plugin):
 
 def test_steps_have_an_order(plugin):
     names = [step.__name__ for step in plugin.STEPS]
-    assert names[0] == "_check_versions" and names[-1] == "_register_war"
+    assert names[:2] == ["_set_log_level", "_check_versions"] and names[-1] == "_register_war"
 
 
 def test_cpu_settings_compose_with_stock_verl():

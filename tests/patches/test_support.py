@@ -1,5 +1,10 @@
 """The support matrix and the version guard."""
 
+import logging
+import os
+import subprocess
+import sys
+
 import pytest
 
 from verl_war import support
@@ -77,3 +82,46 @@ def test_versions_of_installed_and_absent_distributions():
 def test_matrix_names_every_row_once():
     lines = support.format_matrix().splitlines()[2:]
     assert len(lines) == len(support.SUPPORT) == len(set(lines))
+
+
+LOG_SCRIPT = """
+import logging, sys
+from verl_war import support
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+support.set_log_level()
+import model_hosting_container_standards.logging_config
+for level in ("debug", "info", "warning"):
+    getattr(logging.getLogger("verl_war.integration.verl.router"), level)(level)
+"""
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize(
+    ("environment", "lines"),
+    [
+        ({}, ["warning"]),
+        ({"VERL_LOGGING_LEVEL": "info"}, ["warning"]),
+        ({"VERL_LOGGING_LEVEL": "info", "LOG_LEVEL": "INFO"}, ["info", "warning"]),
+        ({"SAGEMAKER_CONTAINER_LOG_LEVEL": "DEBUG"}, ["warning"]),
+        ({"LOG_LEVEL": "ERROR"}, []),
+    ],
+    ids=str,
+)
+def test_vllms_api_server_does_not_silence_the_log(environment, lines):
+    levels = {"LOG_LEVEL", "SAGEMAKER_CONTAINER_LOG_LEVEL", "VERL_LOGGING_LEVEL"}
+    clean = {name: value for name, value in os.environ.items() if name not in levels}
+    process = subprocess.run([sys.executable, "-c", LOG_SCRIPT], env=clean | environment, text=True,
+                             stdout=subprocess.PIPE, check=True)  # fmt: skip
+    assert process.stdout.split() == lines
+
+
+def test_a_level_of_the_users_own_stays(monkeypatch):
+    monkeypatch.setenv("VERL_LOGGING_LEVEL", "ERROR")
+    package = logging.getLogger("verl_war")
+    level = package.level
+    try:
+        package.setLevel(logging.DEBUG)
+        support.set_log_level()
+        assert package.level == logging.DEBUG
+    finally:
+        package.setLevel(level)

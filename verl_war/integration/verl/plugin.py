@@ -16,6 +16,12 @@ PLUGIN_NAME = "verl_war"
 """Name of our entry points, in setup.py."""
 
 
+def _set_log_level() -> None:
+    from verl_war import support
+
+    support.set_log_level()
+
+
 def _check_versions() -> None:
     from verl_war import support
     from verl_war.integration.verl import cpu_environment
@@ -55,6 +61,7 @@ def _register_war() -> None:
 
 
 STEPS: tuple[Callable[[], None], ...] = (
+    _set_log_level,
     _check_versions,
     _check_engines_load_us,
     _prepare_cpu_machine,

@@ -16,6 +16,7 @@ def register() -> None:
     """
     from vllm.platforms import current_platform
 
+    support.set_log_level()
     machine: support.Machine = "cpu" if current_platform.is_cpu() else "gpu"
     support.check_versions(machine)
     registry.install(catalog.PATCHES, machine)
