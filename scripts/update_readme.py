@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from verl_war.core.step_stats import METRICS
+from verl_war.core import speculation_report, step_stats
 from verl_war.support import format_matrix
 
 README = Path(__file__).parents[1] / "README.md"
@@ -13,7 +13,8 @@ README = Path(__file__).parents[1] / "README.md"
 
 def metrics_table() -> str:
     """Markdown table of all metrics."""
-    rows = [f"| `{name}` | {unit} | {source} |" for name, (unit, source) in METRICS.items()]
+    metrics = step_stats.METRICS | speculation_report.METRICS
+    rows = [f"| `{name}` | {unit} | {source} |" for name, (unit, source) in metrics.items()]
     return "\n".join(["| metric | unit | what it is |", "|---|---|---|", *rows])
 
 

@@ -1,7 +1,8 @@
 import pytest
 import yaml
 
-from verl_war.core.config import ROOT_KEY, WarConfig, parse_war_config
+from verl_war.core.config import WarConfig, parse_war_config
+from verl_war.core.config_parsing import ROOT_KEY
 
 
 def test_missing_settings_are_the_defaults():
@@ -12,7 +13,21 @@ def test_missing_settings_are_the_defaults():
     ("raw", "words"),
     [
         ({"sed": 1}, [f"{ROOT_KEY}.sed", "1", "did you mean 'seed'", "allowed keys: speculation"]),
-        ({"speculation": {"on": True}}, [f"{ROOT_KEY}.speculation.on", "True", "allowed keys: enabled"]),
+        ({"speculation": {"on": True}}, [f"{ROOT_KEY}.speculation.on", "True", "allowed keys: mode"]),
+        (
+            {"speculation": {"max_draft_tokens": 65}},
+            ["speculation.max_draft_tokens=65", "between 1 and 64"],
+        ),
+        ({"speculation": {"max_draft_tokens": 1.5}}, [f"{ROOT_KEY}.speculation.max_draft_tokens=1.5", "expected int"]),
+        ({"speculation": {"mode": "on"}}, [f"{ROOT_KEY}.speculation.mode='on'", "auto, always, off"]),
+        ({"speculation": {"share_peers": -1}}, [f"{ROOT_KEY}.speculation.share_peers=-1", "between 0"]),
+        (
+            {"speculation": {"history": {"size": 1}}},
+            ["speculation.history.size=1", "allowed keys: max_bytes"],
+        ),
+        ({"speculation": {"history": {"sources": "own"}}}, ["history.sources='own' is str", "a list of names"]),
+        ({"speculation": {"history": {"sources": ["mine"]}}}, ["unknown name 'mine'", "siblings"]),
+        ({"speculation": {"history_on_damage": "cry"}}, ["history_on_damage='cry'", "error, discard"]),
         ({"speculation": True}, [f"{ROOT_KEY}.speculation=True", "bool", "mapping"]),
         ({"scheduling": {"enabled": "yes"}}, [f"{ROOT_KEY}.scheduling.enabled='yes'", "str", "expected bool"]),
         ({"scheduling": {"enabled": None}}, [f"{ROOT_KEY}.scheduling.enabled=None", "expected bool"]),
@@ -41,9 +56,11 @@ def test_mistakes_name_key_value_and_what_is_allowed(raw, words):
         assert word in str(error.value)
 
 
-def test_a_control_that_does_not_exist_yet_cannot_be_switched_on():
-    with pytest.raises(ValueError, match="speculation.enabled=True is not available"):
-        parse_war_config({"speculation": {"enabled": True}})
+def test_speculation_takes_limits_and_history():
+    raw = {"enabled": True, "mode": False, "max_draft_tokens": 8, "history": {"sources": ["own"], "max_bytes": 1 << 21}}
+    speculation = parse_war_config({"speculation": raw}).speculation
+    assert speculation.enabled and speculation.mode == "off", "YAML 1.1 reads a bare off as False"
+    assert speculation.max_draft_tokens == 8 and speculation.history.sources == ("own",)
 
 
 def test_scheduling_and_admission_can_be_switched_on_alone():

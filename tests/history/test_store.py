@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 
-from verl_war.history.config import HISTORY_KEY, HistoryConfig
+from verl_war.core.history_config import HISTORY_KEY, HistoryConfig
 from verl_war.history.index import SOURCES
 from verl_war.history.persistence import HistoryError, load, save
 from verl_war.history.store import HistoryStore
@@ -136,7 +136,7 @@ def test_saved_and_loaded_history_drafts_the_same(tmp_path):
     size = save(history, tmp_path / "history.bin")
     assert size == (tmp_path / "history.bin").stat().st_size
     assert [path.name for path in tmp_path.iterdir()] == ["history.bin"]
-    assert load(resumed, tmp_path / "history.bin") == 20
+    assert load(resumed, tmp_path / "history.bin") == 21, "text that is still growing is saved too"
     assert resumed.policy_step == 2
     same_drafts(history, resumed)
     assert len(resumed.index.take_new(10**6).keys) == 20, "only what began here is shared, not what was loaded"

@@ -75,11 +75,13 @@ class FakeServer:
         self.reading_error = None
         self.is_mute = False
         self.is_hung = False
+        self.peers = []
+        self.speculation = None
 
     async def generate(self, request_id, prompt_ids, sampling_params, priority=0, **_):
         from verl.workers.rollout.replica import TokenOutput
 
-        self.served.append({"prompt_ids": list(prompt_ids), "priority": priority})
+        self.served.append({"prompt_ids": list(prompt_ids), "priority": priority, "sampling": sampling_params})
         self.running[request_id] = len(prompt_ids)
         try:
             await asyncio.sleep(3600 if self.is_hung else self.delay_s)
@@ -93,6 +95,12 @@ class FakeServer:
             self.computed_tokens += 20
             self.busy_s += self.delay_s
             del self.running[request_id]
+
+    async def war_share_with(self, peers):
+        self.peers = peers
+
+    async def war_speculation_stats(self):
+        return self.speculation
 
     async def abort_request(self, request_id, reset_prefix_cache=True):
         assert not reset_prefix_cache, "it would cost all others their cache"

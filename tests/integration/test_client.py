@@ -243,3 +243,15 @@ async def test_a_cancelled_wait_leaks_nothing(make_rig, when):
     assert rig.manager.held_turns == 0 and not any(rig.manager.inflight.values())
     assert rig.manager._fleet.replicas["r0"].working_set_tokens == 0
     await until(lambda: not rig.war_router._turns._admissions)
+
+
+async def test_the_engine_is_told_whose_turn_it_is_only_for_speculation(make_rig):
+    rig = make_rig(1)
+    await generate(rig.client())
+    assert rig.servers["r0"].target.served[-1]["sampling"] == {"temperature": 1.0}
+    rig = make_rig(1, settings={"speculation": {"enabled": True}})
+    given = {"temperature": 1.0, "extra_args": {"mine": 1}}
+    await rig.client().generate("session", prompt_ids=PROMPT, sampling_params=given)
+    told = {"mine": 1, "war": {"trajectory": "session", "step": -1}}
+    assert rig.servers["r0"].target.served[-1]["sampling"] == {"temperature": 1.0, "extra_args": told}
+    assert given == {"temperature": 1.0, "extra_args": {"mine": 1}}, "the agent loop's own parameters were changed"

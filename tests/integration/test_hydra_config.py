@@ -95,6 +95,12 @@ def test_the_war_override_changes_the_rollout_section_only_where_it_must():
         ("+actor_rollout_ref.rollout.custom.war.sed=1", ["custom.war.sed=1", "did you mean 'seed'"]),
         ("actor_rollout_ref.rollout.custom.war.block_size_tokens=0", ["block_size_tokens=0", "between 1 and 4096"]),
         ("actor_rollout_ref.rollout.custom.war.speculation.enabled=yes_please", ["'yes_please'", "expected bool"]),
+        (
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.method=ngram",
+            ["engine_kwargs.vllm.speculative_config={'method': 'ngram'}", "WAR sets it"],
+        ),
+        ("actor_rollout_ref.rollout.full_determinism=True", ["full_determinism=True", "speculation.enabled=False"]),
+        ("actor_rollout_ref.rollout.custom.war.speculation.history.sources=[mine]", ["unknown name 'mine'"]),
         ("trainer.use_v1=False", ["trainer.use_v1=False", "allowed: True"]),
         ("trainer.v1.trainer_mode=eager", ["trainer_mode='eager'", "'colocate_async'"]),
         ("actor_rollout_ref.rollout.router_config_path=/mine.yaml", ["router_config_path='/mine.yaml'", "remove"]),

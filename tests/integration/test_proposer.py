@@ -5,12 +5,12 @@ import random
 import numpy as np
 import pytest
 
+from verl_war.core.history_config import HistoryConfig
 from verl_war.core.speculation_limits import SpeculationLimits
 from verl_war.history import index as history
-from verl_war.history.config import HistoryConfig
 from verl_war.history.store import HistoryStore
 from verl_war.integration.vllm.speculation import CLASS_MATCHES, Speculation, StepInput, classes_of
-from verl_war.integration.vllm.speculation_text import LiveRequest, TrajectoryTexts, describe, prompt_group
+from verl_war.integration.vllm.speculation_text import LiveRequest, describe, prompt_group
 
 VOCAB = 500
 MAX_MODEL_LEN = 300
@@ -349,9 +349,6 @@ def test_open_segments_are_bounded(monkeypatch):
         engine.run()
     flush(engine)
     assert engine.index.stats()["live_segments"] <= 6
-    engine.speculation.texts.finish_trajectory("t19")
-    engine.speculation.texts.finish_trajectory("unknown")
-    assert not engine.index.info(history.stable_id("t19")).live
     engine.add("again", engine.text("r19"), tokens(77, 10), war("t19"))
     engine.run()
     flush(engine)
@@ -404,15 +401,3 @@ def test_identity_of_turns():
     assert describe("r", {"war": {"trajectory": "t", "group": "g", "step": 4}}) == ("t", history.stable_id("g"), 4)
     first = np.array([1, 2, 3], dtype=np.int32)
     assert prompt_group(first) == prompt_group(first.copy()) != prompt_group(first[:2])
-
-
-def test_finishing_an_unknown_or_waiting_trajectory(monkeypatch):
-    engine = Engine(SpeculationLimits(mode="off"))
-    engine.add("a", tokens(1, 20), tokens(2, 20), war("t"))
-    engine.run()
-    texts: TrajectoryTexts = engine.speculation.texts
-    for request in list(engine.speculation._live.values()):
-        texts.leave(request)
-    texts.finish_trajectory("t")
-    assert not engine.index.info(history.stable_id("t")).live
-    assert kept(engine, "t")[-20:] == engine.text("a")[-20:], "finished text stays, its prompt may go"

@@ -396,3 +396,44 @@ async def test_unconfigured_is_an_error_of_its_own(make_rig):
     rig = make_rig(1)
     with pytest.raises(RouterNotConfiguredError, match="before configure"):
         await rig.war_router.exchange("o", [])
+
+
+async def test_replicas_are_told_whom_to_send_their_history_to(make_rig):
+    rig = make_rig(4, settings={"speculation": {"enabled": True, "share_peers": 2}})
+    await rig.war_router.join(rig.client().war_config, False, "o", None, None)
+
+    def peers():
+        names = {id(server): name for name, server in rig.servers.items()}
+        return {name: [names[id(peer)] for peer in server.target.peers] for name, server in rig.servers.items()}
+
+    ring = {"r0": ["r1", "r2"], "r1": ["r2", "r3"], "r2": ["r3", "r0"], "r3": ["r0", "r1"]}
+    await until(lambda: peers() == ring)
+    await rig.war_router.remove_servers(["r1"])
+    await until(lambda: peers()["r0"] == ["r2", "r3"] and peers()["r2"] == ["r3", "r0"])
+    await rig.war_router.remove_servers(["r2", "r3"])
+    await until(lambda: peers()["r0"] == [])
+
+
+async def test_speculation_of_all_replicas_is_reported(make_rig):
+    from tests.core.test_speculation_report import counters
+
+    rig = make_rig(3, settings={"speculation": {"enabled": True}, "metrics_timeout_s": 0.2})
+    await rig.war_router.join(rig.client().war_config, False, "o", None, None)
+    for name in ("r0", "r1"):
+        rig.servers[name].target.speculation = counters()
+    rig.servers["r2"].die()
+    metrics = await rig.war_router.step_metrics()
+    assert metrics["war/spec/drafted_tokens"] == 400
+    assert "r2" not in rig.war_router._pool.servers and metrics["war/spec/replicas_missing"] == 0
+    rig.servers["r1"].target.speculation = None
+    metrics = await rig.war_router.step_metrics()
+    assert metrics["war/spec/replicas_missing"] == 1 and metrics["war/spec/drafted_tokens"] == 0
+
+
+async def test_without_speculation_nobody_is_told_and_nothing_is_reported(make_rig):
+    rig = make_rig(2)
+    await rig.war_router.join(rig.client().war_config, False, "o", None, None)
+    metrics = await rig.war_router.step_metrics()
+    assert not [name for name in metrics if name.startswith("war/spec/")]
+    assert not [call for server in rig.servers.values() for call in server.calls if call[0].startswith("war_s")
+                and call[0] != "war_snapshot"]  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl_war.compare.report import QUANTITIES, Quantity
-from verl_war.core.step_stats import METRICS, metric_names
+from verl_war.core import speculation_report, step_stats
 
 NOTHING = "-"
 
@@ -33,9 +33,10 @@ def war_rows(metrics: dict[str, dict[str, float]]) -> list[list[str]]:
     """Header and rows of the table of WAR's own metrics."""
     rows = [["metric", "unit", "median", "min", "max"]]
     replicas = 1 + max((int(part) for key in metrics for part in key.split("/") if part.isdigit()), default=0)
-    names = metric_names(replicas)
+    names = step_stats.metric_names(replicas) | speculation_report.metric_names()
+    metrics_table = step_stats.METRICS | speculation_report.METRICS
     for key, values in metrics.items():
-        unit = METRICS[names[key]][0] if key in names else NOTHING
+        unit = metrics_table[names[key]][0] if key in names else NOTHING
         rows.append([key, unit, *(f"{values[name]:.6g}" for name in ("median", "min", "max"))])
     return rows
 

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any
 
-ROOT_KEY = "actor_rollout_ref.rollout.custom.war"
-"""Where users write these settings; error messages name keys in full."""
-
-T = TypeVar("T")
+from verl_war.core.config_parsing import ROOT_KEY, parse, require_range
+from verl_war.core.history_config import HistoryConfig, OnDamage
+from verl_war.core.speculation_limits import SPECULATION_KEY, SpeculationLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FeatureConfig:
-    """Switch of one control. Off means: exactly what stock verl does."""
+class SpeculationConfig(SpeculationLimits):
+    """Speculative decoding from history. Off means: engines as stock verl starts them.
+
+    Attributes:
+        enabled: The switch.
+        history: What text is kept to draft from.
+        share_bytes_per_s: Bound on the text that one replica sends to others.
+        share_peers: Replicas that it is sent to, next ones in the order of joining; 0 = none. Siblings mostly sit on
+            the same replica, so that all of a large fleet would mostly be sent what they never look up.
+        history_dir: Directory, seen by all nodes, in which every replica saves its history and from which it takes it
+            up when a run is resumed; null = none.
+        history_save_steps: Training steps between two savings.
+        history_on_damage: What a damaged file is: an `error` that stops the start, or one to `discard` with a warning.
+    """
 
     enabled: bool = False
+    history: HistoryConfig = field(default_factory=HistoryConfig)
+    share_bytes_per_s: float = 4e6
+    share_peers: int = 8
+    history_dir: str | None = None
+    history_save_steps: int = 10
+    history_on_damage: OnDamage = "error"
+
+    def __post_init__(self) -> None:
+        SpeculationLimits.__post_init__(self)  # with slots, super() would be of another class
+        require_range(self, SPECULATION_KEY, "share_bytes_per_s", 1e3, 1e12)
+        require_range(self, SPECULATION_KEY, "share_peers", 0, 1000)
+        require_range(self, SPECULATION_KEY, "history_save_steps", 1, 1_000_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +155,7 @@ class WarConfig:
         journal_path: File to which the router writes every event and decision, for `verl-war replay`; null = none.
     """
 
-    speculation: FeatureConfig = field(default_factory=FeatureConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     failures: FailureConfig = field(default_factory=FailureConfig)
@@ -144,11 +165,6 @@ class WarConfig:
     journal_path: str | None = None
 
     def __post_init__(self) -> None:
-        if self.speculation.enabled:
-            raise ValueError(
-                f"{ROOT_KEY}.speculation.enabled=True is not available in this version of verl_war; "
-                f"allowed: False (stock verl's behaviour)"
-            )
         if not 1 <= self.block_size_tokens <= 4096:
             raise ValueError(f"{ROOT_KEY}.block_size_tokens={self.block_size_tokens!r} must be between 1 and 4096")
         if not 0 < self.metrics_timeout_s <= 3600:
@@ -165,44 +181,4 @@ def parse_war_config(raw: Mapping[str, Any] | None) -> WarConfig:
         ValueError: A key is unknown, a value has the wrong type or is out of range. The message
             names the key in full, the value found and what is allowed.
     """
-    return _parse(WarConfig, {} if raw is None else raw, ROOT_KEY)
-
-
-def _parse(cls: type[T], raw: Any, path: str) -> T:
-    if not isinstance(raw, Mapping):
-        raise ValueError(f"{path}={raw!r} is {type(raw).__name__}; expected a mapping with keys {_keys(cls)}")
-    hints = get_type_hints(cls)
-    for key in raw:
-        if key not in hints:
-            close = difflib.get_close_matches(str(key), hints, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise ValueError(f"unknown key {path}.{key}={raw[key]!r}{hint}; allowed keys: {_keys(cls)}")
-    return cls(**{key: _value(hints[key], value, f"{path}.{key}") for key, value in raw.items()})
-
-
-def _value(hint: Any, value: Any, path: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        return _parse(hint, value, path)  # type: ignore[arg-type]
-    allowed = get_args(hint) if get_origin(hint) is not None else (hint,)
-    if float in allowed and type(value) is int:
-        return float(value)
-    # bool is an int to isinstance: `block_size_tokens: true` must not pass as 1.
-    if type(value) not in allowed:
-        names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
-        raise ValueError(f"{path}={value!r} is {type(value).__name__}; expected {names}")
-    return value
-
-
-def require_range(config: Any, key: str, name: str, low: float, high: float) -> None:
-    """Raise unless `low <= config.name <= high`; NaN is never in range. `key` is what the message calls `config`.
-
-    Raises:
-        ValueError: The value is out of range.
-    """
-    value = getattr(config, name)
-    if not low <= value <= high:
-        raise ValueError(f"{key}.{name}={value!r} must be between {low} and {high}")
-
-
-def _keys(cls: Any) -> str:
-    return ", ".join(f.name for f in dataclasses.fields(cls))
+    return parse(WarConfig, {} if raw is None else raw, ROOT_KEY)

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from verl_war.core.config import require_range
+from verl_war.core.config_parsing import ROOT_KEY, parse, require_range
+
+SPECULATION_KEY = f"{ROOT_KEY}.speculation"
 
 Mode = Literal["auto", "always", "off"]
 
@@ -52,9 +54,9 @@ class SpeculationLimits:
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
-            raise ValueError(f"speculation.mode={self.mode!r} must be one of {', '.join(get_args(Mode))}")
+            raise ValueError(f"{SPECULATION_KEY}.mode={self.mode!r} must be one of {', '.join(get_args(Mode))}")
         for name, (low, high) in _RANGES.items():
-            require_range(self, "speculation", name, low, high)
+            require_range(self, SPECULATION_KEY, name, low, high)
 
 
 _RANGES: dict[str, tuple[float, float]] = {
@@ -79,18 +81,7 @@ def change_limits(limits: SpeculationLimits, params: Mapping[str, Any]) -> Specu
     Raises:
         ValueError: A name is unknown, a value has the wrong type or is out of range.
     """
-    known = {f.name: f for f in dataclasses.fields(SpeculationLimits)}
-    changed: dict[str, Any] = {}
-    for name, value in params.items():
-        if name not in known:
-            raise ValueError(f"unknown speculation parameter {name}={value!r}; allowed: {', '.join(known)}")
-        expected = type(known[name].default)
-        if expected is float and type(value) is int:
-            value = float(value)
-        if type(value) is not expected:
-            raise ValueError(f"speculation.{name}={value!r} is {type(value).__name__}; expected {expected.__name__}")
-        changed[name] = value
-    return dataclasses.replace(limits, **changed)
+    return parse(SpeculationLimits, {**dataclasses.asdict(limits), **params}, SPECULATION_KEY)
 
 
 class Watchdog:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from verl_war.core.history_config import SOURCES
+
 try:
     from verl_war.history import _native
 except ImportError as error:
@@ -33,8 +35,6 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
 
-SOURCES: tuple[str, ...] = ("own", "siblings", "earlier_steps", "global")
-"""Names of `Draft.source`: this trajectory; same group and step; same group, other step; any other text."""
 NO_SOURCE = -1
 """`source` of an empty draft."""
 NO_GROUP = -1

@@ -15,10 +15,11 @@ import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from verl_war.core.history_config import OnDamage
 from verl_war.history.index import NO_GROUP, Int32s
 from verl_war.history.store import HistoryStore
 
@@ -37,9 +38,10 @@ class HistoryError(RuntimeError):
 
 
 def save(store: HistoryStore, path: str | os.PathLike[str]) -> int:
-    """Write all finished text; the file appears whole or not at all.
+    """Write all text; the file appears whole or not at all.
 
-    Text that is still growing is left out: after a restart its trajectory begins anew.
+    Text that is still growing is written as far as it is: after a restart its trajectory begins anew, with this as text
+    of its group.
 
     Returns:
         Bytes written.
@@ -50,7 +52,7 @@ def save(store: HistoryStore, path: str | os.PathLike[str]) -> int:
     for key in index.keys().tolist():
         try:
             info = index.info(key)
-            if not info.live and info.length > info.first:
+            if info.length > info.first:
                 texts.append(index.text(key))
                 rows.append([info.group, info.step, len(texts[-1])])
         except KeyError:
@@ -84,7 +86,7 @@ def _write(path: Path, header: bytes, texts: list[Int32s]) -> int:
     return size
 
 
-def load(store: HistoryStore, path: str | os.PathLike[str], on_damage: Literal["error", "discard"] = "error") -> int:
+def load(store: HistoryStore, path: str | os.PathLike[str], on_damage: OnDamage = "error") -> int:
     """Add the text of a file to a store, oldest first, within the store's limits.
 
     Args:

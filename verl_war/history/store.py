@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy.typing as npt
 
-from verl_war.history.config import HistoryConfig
+from verl_war.core.history_config import HistoryConfig
 from verl_war.history.index import HistoryIndex
 
 logger = logging.getLogger(__name__)

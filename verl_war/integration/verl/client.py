@@ -32,6 +32,7 @@ from verl_war.integration.verl.failures import (
 )
 from verl_war.integration.verl.link import RouterLink
 from verl_war.integration.verl.settings import war_settings
+from verl_war.integration.vllm.proposer import EXTRA_ARGS_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,8 @@ class WarLLMServerClient(LLMServerClient):
             **kwargs,
         }
         turn = self._describe(request_id, normalize_token_ids(prompt_ids), priority)
+        if self.war_config.speculation.enabled:
+            request["sampling_params"] = _with_identity(sampling_params, turn)
         retries = self.war_config.failures.retries
         for attempt in range(retries + 1):
             replica_id, server, priority = await self._acquire_server(request_id, turn=turn)
@@ -202,6 +205,13 @@ def war_client_of(stock: LLMServerClient) -> WarLLMServerClient:
         f"rollout client {type(stock).__qualname__} found; WAR replaces LLMServerClient and "
         f"FullyAsyncLLMServerClient only. Use a trainer of verl 0.9.1 (sync, colocate_async, separate_async)."
     )
+
+
+def _with_identity(sampling_params: dict[str, Any], turn: Turn) -> dict[str, Any]:
+    """The same parameters, telling the engine's drafter which conversation this turn goes on with."""
+    told = {"trajectory": turn.session_id, "step": turn.policy_step}
+    extra_args = {**(sampling_params.get("extra_args") or {}), EXTRA_ARGS_KEY: told}
+    return {**sampling_params, "extra_args": extra_args}
 
 
 def _result(output: TokenOutput) -> TurnResult:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from verl_war.core.config import ROOT_KEY, WarConfig
+from verl_war.core.config import WarConfig
+from verl_war.core.config_parsing import ROOT_KEY
 from verl_war.core.journal import Entry, RecordingManager, as_record, header
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl_war.core.config import parse_war_config
 from verl_war.core.types import ReplicaSnapshot
+from verl_war.integration.verl import replica_history
 from verl_war.integration.verl.failures import GONE_ERRORS, ReplicaFailedError, cause_of
 from verl_war.integration.verl.settings import rollout_war_settings
 from verl_war.integration.vllm import telemetry
+from verl_war.integration.vllm.proposer import engine_options
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,17 @@ class WarHttpServer(vLLMHttpServer):
 
     def _post_init(self, cuda_visible_devices: str) -> None:
         super()._post_init(cuda_visible_devices)
+        self._war_config = parse_war_config(rollout_war_settings(self.config))
+        self._history: replica_history.ReplicaHistory | None = None
         telemetry.activate(export_prometheus=not self.config.disable_log_stats)
+
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
+        super()._preprocess_engine_kwargs(engine_kwargs)
+        speculation = self._war_config.speculation
+        if speculation.enabled:
+            options = engine_options(replica_history.engine_settings(speculation), speculation.max_draft_tokens)
+            others = dict(engine_kwargs.get("additional_config") or {})
+            engine_kwargs.update(options, additional_config={**others, **options["additional_config"]})
 
     def _get_worker_extension_cls(self) -> str:
         return "verl_war.integration.vllm.worker.WarWorkerExtension"
@@ -43,6 +55,16 @@ class WarHttpServer(vLLMHttpServer):
         """
         await super().run_server(args)
         await self.engine.collective_rpc("war_check_patches")
+        if self._war_config.speculation.enabled:
+            history = replica_history.ReplicaHistory(self.engine, self._war_config.speculation, self.replica_rank)
+            await history.load()
+            self._history = history
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        """verl's; the history ages with the policy."""
+        await super().set_global_steps(global_steps)
+        if self._history is not None:
+            await self._history.on_policy_step(global_steps)
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         """verl's; a dead engine is told from a request that it refuses.
@@ -63,6 +85,25 @@ class WarHttpServer(vLLMHttpServer):
         """
         await self.war_check_alive()
         return telemetry.snapshot(has_requests=self.engine.output_processor.has_unfinished_requests())
+
+    async def war_share_with(self, peers: list[Any]) -> None:
+        """Send new text of this replica to these servers from now on."""
+        if self._history is not None:
+            self._history.share_with(peers)
+
+    async def war_history_apply(self, batch: bytes) -> None:
+        """Take in text of another replica."""
+        if self._history is not None:
+            await self._history.apply(batch)
+
+    async def war_speculation_stats(self) -> dict[str, Any] | None:
+        """Counters of speculation; None when this engine does not speculate.
+
+        Raises:
+            ReplicaFailedError: The engine is dead.
+        """
+        await self.war_check_alive()
+        return None if self._history is None else await self._history.stats()
 
     async def war_check_alive(self) -> None:
         """Answer while the engine can serve.

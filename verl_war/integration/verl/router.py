@@ -19,6 +19,7 @@ import ray
 
 from verl_war.core.config import WarConfig
 from verl_war.core.manager import WorkloadManager
+from verl_war.core.speculation_report import SpeculationReport
 from verl_war.core.types import Placement, ReplicaSnapshot, Turn, TurnResult
 from verl_war.integration.verl.failures import RouterNotConfiguredError
 from verl_war.integration.verl.journal import Journal
@@ -59,6 +60,7 @@ class WarRouter:
         self._handles = dict(servers)
         self._mailboxes: dict[str, Mailbox] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._speculation = SpeculationReport()
         self._owners = Owners(self._on_owner_dead)
         self._health = ReplicaHealth(0.0, self._on_snapshot, self._on_missing, self._on_down, self._join_pool)
 
@@ -85,6 +87,7 @@ class WarRouter:
         for replica_id, server in self._pool.servers.items():
             self._health.add(replica_id, server)
             self._turns.deliver(self._manager.on_replica_up(replica_id, time.monotonic()))
+        self._tell_peers()
         if self._is_deciding:
             self._health.start_polling()
             self._tasks.append(asyncio.create_task(self._tick()))
@@ -213,6 +216,8 @@ class WarRouter:
         await self._health.read_all(self._config.metrics_timeout_s)
         manager.on_weights_updated(time.monotonic())
         metrics = manager.report()
+        if self._config.speculation.enabled:
+            metrics |= self._speculation.report(await self._speculation_stats())
         if self._journal is not None:
             await self._journal.write()
         return metrics
@@ -269,6 +274,29 @@ class WarRouter:
         """Whether anything needs watching: with every feature off the router is as passive as verl's."""
         return self._config.scheduling.enabled or self._config.admission.enabled
 
+    async def _speculation_stats(self) -> dict[str, dict[str, Any] | None]:
+        """Counters of every replica in the pool; None for one that gives none in time."""
+        servers = self._pool.servers
+        calls = {name: asyncio.ensure_future(server.war_speculation_stats.remote()) for name, server in servers.items()}
+        if calls:
+            await asyncio.wait(calls.values(), timeout=self._config.metrics_timeout_s)
+        stats: dict[str, dict[str, Any] | None] = {}
+        for name, call in calls.items():
+            is_told = call.done() and not call.cancelled() and call.exception() is None
+            stats[name] = call.result() if is_told else None
+            call.cancel()
+        return stats
+
+    def _tell_peers(self) -> None:
+        """Tell every replica whom to send its history to: the next ones in the order of joining."""
+        count = self._config.speculation.share_peers
+        if not self._config.speculation.enabled or count == 0:
+            return
+        servers = list(self._pool.servers.values())
+        for number, server in enumerate(servers):
+            others = servers[number + 1 :] + servers[:number]
+            server.war_share_with.remote(others[:count])
+
     def _mailbox_of(self, owner: str) -> Mailbox:
         mailbox = self._mailboxes.get(owner)
         if mailbox is None:
@@ -292,6 +320,7 @@ class WarRouter:
         servers = {**self._pool.servers, replica_id: self._handles[replica_id]}
         self._pool = replace(self._pool, version=self._pool.version + 1, servers=servers)
         if self._manager is not None:
+            self._tell_peers()
             self._deliver(self._manager.on_replica_up(replica_id, time.monotonic()))
 
     def _leave_pool(self, replica_id: str, is_lost: bool) -> None:
@@ -299,6 +328,7 @@ class WarRouter:
         is_elastic = self._pool.is_elastic or not is_lost
         self._pool = replace(self._pool, version=self._pool.version + 1, servers=servers, is_elastic=is_elastic)
         if self._manager is not None:
+            self._tell_peers()
             self._deliver(self._manager.on_replica_down(replica_id, time.monotonic(), is_lost))
 
     def _on_down(self, replica_id: str) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_war.core.config import ROOT_KEY, WarConfig, parse_war_config
+from verl_war.core.config import WarConfig, parse_war_config
+from verl_war.core.config_parsing import ROOT_KEY
 
 TRAINER_MODES = ("sync", "colocate_async", "separate_async")
 _AGENT_LOOP_MANAGER = "verl_war.integration.verl.agent_loop.WarAgentLoopManager"
@@ -71,6 +72,8 @@ def check_launch(config: DictConfig) -> WarConfig | None:
     _require(
         "actor_rollout_ref.rollout.disaggregation.enabled", disaggregated, (False,), "WAR routes whole replicas only"
     )
+    if war.speculation.enabled:
+        _check_speculation(rollout)
     _check_model_path(config.actor_rollout_ref.model.path)
     _check_lengths(config)
     return war
@@ -80,6 +83,19 @@ def _require(key: str, value: Any, allowed: tuple[Any, ...], remedy: str) -> Non
     if value not in allowed:
         expected = " or ".join(repr(option) for option in allowed)
         raise ValueError(f"{key}={value!r} does not go with {ROOT_KEY}; allowed: {expected} ({remedy})")
+
+
+def _check_speculation(rollout: DictConfig) -> None:
+    own = OmegaConf.select(rollout, "engine_kwargs.vllm.speculative_config", default=None)
+    key = "actor_rollout_ref.rollout"
+    remedy = "drop it, or set speculation.enabled=False"
+    _require(f"{key}.engine_kwargs.vllm.speculative_config", own, (None,), f"WAR sets it; {remedy}")
+    mtp = OmegaConf.select(rollout, "mtp.enable_rollout", default=False) and OmegaConf.select(rollout, "mtp.enable")
+    _require(f"{key}.mtp.enable_rollout", bool(mtp), (False,), f"an engine speculates in one way; {remedy}")
+    determinism = rollout.get("full_determinism", False)
+    _require(f"{key}.full_determinism", determinism, (False,), f"which drafts are tried depends on time; {remedy}")
+    replay = rollout.get("enable_rollout_routing_replay", False)
+    _require(f"{key}.enable_rollout_routing_replay", replay, (False,), f"drafts change what vLLM records; {remedy}")
 
 
 def _refuse_half_a_war(rollout: DictConfig) -> None:

@@ -24,6 +24,9 @@ CONFIG_KEY = "war_speculation"
 """Key of vLLM's `additional_config`; its value is a mapping of `SpeculationLimits` fields, `history` (a
 mapping of `HistoryConfig` fields) and `share_bytes_per_s`."""
 
+EXTRA_ARGS_KEY = "war"
+"""Key of `SamplingParams.extra_args` under which a turn tells its trajectory, group and policy step."""
+
 
 def engine_options(settings: Mapping[str, Any], max_draft_tokens: int) -> dict[str, Any]:
     """Engine arguments of vLLM that start an engine with WAR's speculation.

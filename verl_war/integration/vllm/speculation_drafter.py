@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import numpy as np
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 
+from verl_war.core.config_parsing import parse
+from verl_war.core.history_config import HISTORY_KEY, HistoryConfig
 from verl_war.core.speculation_limits import SpeculationLimits, change_limits
-from verl_war.history.config import HistoryConfig
 from verl_war.history.store import HistoryStore
-from verl_war.integration.vllm.proposer import CONFIG_KEY
 from verl_war.integration.vllm.speculation import Speculation, StepInput
 from verl_war.integration.vllm.speculation_exchange import HistoryExchange
 from verl_war.integration.vllm.speculation_text import LiveRequest, describe
@@ -36,13 +35,9 @@ def make_store(vllm_config: VllmConfig, settings: Mapping[str, Any]) -> HistoryS
     Raises:
         ValueError: A setting is unknown or out of range.
     """
-    known = [f.name for f in dataclasses.fields(HistoryConfig)]
-    for name, value in settings.items():
-        if name not in known:
-            raise ValueError(f"unknown key {CONFIG_KEY}.history.{name}={value!r}; allowed: {', '.join(known)}")
     model = vllm_config.model_config
     return HistoryStore(
-        HistoryConfig(**settings),
+        parse(HistoryConfig, settings, HISTORY_KEY),
         vocab_size=model.get_vocab_size(),
         fingerprint=fingerprint(str(model.tokenizer), model.get_vocab_size()),
     )
@@ -76,7 +71,7 @@ class Drafter:
         self.disabled = ""
         self.faults = 0
         # Drafts are taken from the first rank of a tensor-parallel group; the others would look up in vain.
-        self._drafts_here = get_tp_group().rank_in_group == 0
+        self.drafts_here = get_tp_group().rank_in_group == 0
         self._runner: Any = None
 
     def attach(self, runner: Any) -> None:
@@ -85,7 +80,7 @@ class Drafter:
 
     def propose(self, max_tokens: int, input_batch: Any, sampled: list[list[int]]) -> list[list[int]]:
         """Drafts for every row of the batch; none, for good, after the first error in drafting."""
-        if self.disabled or not self._drafts_here:
+        if self.disabled or not self.drafts_here:
             return [[] for _ in sampled]
         try:
             return self.speculation.step(self._step_input(input_batch, sampled), max_tokens)
@@ -111,17 +106,10 @@ class Drafter:
 
     def on_policy_step(self, step: int) -> None:
         """The weights are those of policy step `step` from now on."""
-        self._guarded(lambda: self.speculation.on_policy_step(step))
-
-    def end_trajectories(self, names: Sequence[str]) -> None:
-        """These trajectories have ended."""
-        self._guarded(lambda: [self.speculation.texts.finish_trajectory(name) for name in names])
-
-    def _guarded(self, action: Callable[[], Any]) -> None:
         if self.disabled:
             return
         try:
-            action()
+            self.speculation.on_policy_step(step)
         except Exception as error:  # as in `propose`
             self._disable(error)
 

@@ -1,4 +1,4 @@
-"""Text of other replicas into the history of this worker and back, beside the decode path."""
+"""Text of other replicas into the history of this worker and back, and its files, beside the decode path."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import logging
 import queue
 import threading
 import time
+from pathlib import Path
 
+from verl_war.history import persistence
 from verl_war.history.persistence import HistoryError
 from verl_war.history.sharing import Inbox, Outbox
 from verl_war.history.store import HistoryStore
@@ -21,10 +23,10 @@ MAX_WAITING_BATCHES = 64
 
 
 class HistoryExchange:
-    """One worker's sending and receiving side. Receiving runs in a thread of its own, mostly without the GIL."""
+    """One worker's sending and receiving side. Receiving and saving run in a thread, mostly without the GIL."""
 
     def __init__(self, store: HistoryStore, bytes_per_s: float) -> None:
-        """Start the receiving thread.
+        """Start the thread.
 
         Args:
             store: The worker's history.
@@ -36,10 +38,13 @@ class HistoryExchange:
         identity = {"vocab_size": store.vocab_size, "fingerprint": store.fingerprint}
         self._outbox = Outbox(store.index, bytes_per_s=bytes_per_s, burst_bytes=bytes_per_s * BURST_S, **identity)
         self._inbox = Inbox(store.index, **identity)
-        self._batches: queue.Queue[bytes] = queue.Queue(MAX_WAITING_BATCHES)
+        self._store = store
+        self._jobs: queue.Queue[bytes | Path] = queue.Queue(MAX_WAITING_BATCHES)
         self.dropped_batches = 0
         self.refused_batches = 0
-        threading.Thread(target=self._receive, name="war-history", daemon=True).start()
+        self.saved_bytes = 0
+        self.failed_saves = 0
+        threading.Thread(target=self._work, name="war-history", daemon=True).start()
 
     def take(self, max_bytes: int) -> bytes:
         """New text of this worker, at most ``max_bytes``; empty when there is none or the rate is used up."""
@@ -48,9 +53,16 @@ class HistoryExchange:
     def apply(self, batch: bytes) -> None:
         """Take in text of another worker, later."""
         try:
-            self._batches.put_nowait(batch)
+            self._jobs.put_nowait(batch)
         except queue.Full:
             self.dropped_batches += 1
+
+    def save(self, path: str) -> None:
+        """Write the history to a file, later."""
+        try:
+            self._jobs.put_nowait(Path(path))
+        except queue.Full:
+            self.failed_saves += 1
 
     def stats(self) -> dict[str, int]:
         """Counters since the start."""
@@ -61,14 +73,30 @@ class HistoryExchange:
             "received_tokens": self._inbox.received_tokens,
             "dropped_batches": self.dropped_batches,
             "refused_batches": self.refused_batches,
+            "saved_bytes": self.saved_bytes,
+            "failed_saves": self.failed_saves,
         }
 
-    def _receive(self) -> None:
+    def _work(self) -> None:
         while True:
-            batch = self._batches.get()
-            try:
-                self._inbox.apply(batch)
-            except (HistoryError, ValueError, MemoryError):
-                if self.refused_batches == 0:
-                    logger.exception("history of another replica cannot be used; this and later ones are counted")
-                self.refused_batches += 1
+            job = self._jobs.get()
+            if isinstance(job, Path):
+                self._save(job)
+            else:
+                self._receive(job)
+
+    def _receive(self, batch: bytes) -> None:
+        try:
+            self._inbox.apply(batch)
+        except (HistoryError, ValueError, MemoryError):
+            if self.refused_batches == 0:
+                logger.exception("history of another replica cannot be used; this and later ones are counted")
+            self.refused_batches += 1
+
+    def _save(self, path: Path) -> None:
+        try:
+            self.saved_bytes = persistence.save(self._store, path)
+        except (OSError, MemoryError):
+            if self.failed_saves == 0:
+                logger.exception("the history cannot be saved to %s; this and later failures are counted", path)
+            self.failed_saves += 1

@@ -13,11 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_war.history.index import NO_GROUP, DraftBatch, SegmentInfo, stable_id
+from verl_war.integration.vllm.proposer import EXTRA_ARGS_KEY
 
 logger = logging.getLogger(__name__)
-
-EXTRA_ARGS_KEY = "war"
-"""Key of `SamplingParams.extra_args` under which a turn tells its trajectory, group, policy step and kind."""
 
 MAX_OPEN_SEGMENTS = 8192
 """Segments of trajectories between two turns that are kept open; beyond it the longest idle one is finished. A
@@ -177,14 +175,6 @@ class TrajectoryTexts:
             self._finish(name)
         self._continued.clear()
         return len(idle)
-
-    def finish_trajectory(self, name: str) -> None:
-        """Close the segment of one trajectory that is known to have ended."""
-        waiting = self._backlog.pop(name, None)
-        if waiting is not None:
-            self.catch_up(waiting)
-        if name in self._open and name not in self._busy:
-            self._finish(name)
 
     def _open_segment(self, request: LiveRequest) -> None:
         key = stable_id(request.name)

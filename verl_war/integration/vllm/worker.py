@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
+from verl_war.core.history_config import OnDamage
 from verl_war.integration.vllm.proposer import drafter_of
 from verl_war.patches import registry
 
@@ -38,30 +39,24 @@ class SpeculationCalls:
         if drafter is not None:
             drafter.on_policy_step(step)
 
-    def war_end_trajectories(self, names: list[str]) -> None:
-        """These trajectories have ended: their text may be evicted when memory is short."""
-        drafter = drafter_of(self.model_runner)
-        if drafter is not None:
-            drafter.end_trajectories(names)
-
     def war_history_take(self, max_bytes: int) -> bytes:
         """New text for other replicas' histories, at most `max_bytes`; empty when there is none."""
         drafter = drafter_of(self.model_runner)
-        return b"" if drafter is None else drafter.exchange.take(max_bytes)
+        return drafter.exchange.take(max_bytes) if drafter is not None and drafter.drafts_here else b""
 
     def war_history_apply(self, batch: bytes) -> None:
         """Text that another replica's `war_history_take` gave; read in beside the decode path."""
         drafter = drafter_of(self.model_runner)
-        if drafter is not None:
+        if drafter is not None and drafter.drafts_here:
             drafter.exchange.apply(batch)
 
-    def war_history_save(self, path: str) -> int:
-        """Write finished text to a file; returns its bytes."""
-        from verl_war.history import persistence
+    def war_history_save(self, path: str) -> None:
+        """Write all text to a file, beside the decode path; an error is logged and counted in the statistics."""
+        drafter = self._drafter()
+        if drafter.drafts_here:
+            drafter.exchange.save(path)
 
-        return persistence.save(self._drafter().store, path)
-
-    def war_history_load(self, path: str, on_damage: Literal["error", "discard"] = "error") -> int:
+    def war_history_load(self, path: str, on_damage: OnDamage = "error") -> int:
         """Read a file of `war_history_save`; returns the number of texts.
 
         Raises:
@@ -69,7 +64,8 @@ class SpeculationCalls:
         """
         from verl_war.history import persistence
 
-        return persistence.load(self._drafter().store, path, on_damage)
+        drafter = self._drafter()
+        return persistence.load(drafter.store, path, on_damage) if drafter.drafts_here else 0
 
     def _drafter(self) -> Drafter:
         drafter = drafter_of(self.model_runner)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from verl_war.core.config import ROOT_KEY, require_range
-from verl_war.history.index import SOURCES
+from verl_war.core.config_parsing import ROOT_KEY, require_range
+
+SOURCES: tuple[str, ...] = ("own", "siblings", "earlier_steps", "global")
+"""Where a draft may come from: this trajectory; same group and step; same group, other step; any other text."""
+
+OnDamage = Literal["error", "discard"]
+"""What to do with a damaged file of history."""
 
 HISTORY_KEY = f"{ROOT_KEY}.speculation.history"
 

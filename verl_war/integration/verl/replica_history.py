@@ -1,0 +1,131 @@
+"""What a replica's server does for the history that its engine drafts from: ageing, exchange with others, files.
+
+All of it goes through `collective_rpc`, which the engine runs between two of its steps; calls are short, and text of
+other replicas and files are worked off by a thread of the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import RayError
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from verl_war.core.config import SpeculationConfig
+from verl_war.core.speculation_limits import SpeculationLimits
+from verl_war.integration.verl.failures import cause_of
+
+logger = logging.getLogger(__name__)
+
+SHARE_EVERY_S = 0.5
+"""Siblings are together for minutes; text half a second old serves them as well."""
+
+MAX_BATCH_BYTES = 1 << 18
+"""Text taken at once: packing 130,000 tokens keeps the engine for less than a millisecond."""
+
+
+class Engine(Protocol):
+    """What is used of vLLM's `AsyncLLM`."""
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]: ...
+
+
+def engine_settings(config: SpeculationConfig) -> dict[str, Any]:
+    """The part of the settings that the engine's workers need, as `proposer.engine_options` takes it."""
+    limits = {field.name: getattr(config, field.name) for field in dataclasses.fields(SpeculationLimits)}
+    return {**limits, "history": dataclasses.asdict(config.history), "share_bytes_per_s": config.share_bytes_per_s}
+
+
+class ReplicaHistory:
+    """History of one replica.
+
+    Args:
+        engine: The replica's engine, started with speculation.
+        config: `speculation` of WAR's settings.
+        replica_rank: Number of the replica; names its file.
+    """
+
+    def __init__(self, engine: Engine, config: SpeculationConfig, replica_rank: int) -> None:
+        self._engine = engine
+        self._config = config
+        self._rank = replica_rank
+        self._peers: list[Any] = []
+        self._sending: dict[Any, asyncio.Task[None]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def load(self) -> None:
+        """Take up the history of an earlier run, if there is one: the replica's own or else another's.
+
+        Raises:
+            Exception: As vLLM passes on the worker's error: the file is damaged and `history_on_damage=error`, or of
+                another tokenizer or model.
+        """
+        if self._config.history_dir is None:
+            return
+        Path(self._config.history_dir).mkdir(parents=True, exist_ok=True)
+        files = [self._file(), *sorted(Path(self._config.history_dir).glob("replica_*.history"))]
+        found = next((path for path in files if path.is_file()), None)
+        if found is not None:
+            texts = await self._call("war_history_load", str(found), self._config.history_on_damage)
+            logger.warning("replica %d: history of %d texts taken up from %s", self._rank, max(texts), found)
+
+    async def on_policy_step(self, step: int) -> None:
+        """The engine has the weights of policy step `step`."""
+        await self._call("war_policy_step", step)
+        if self._config.history_dir is not None and step > 0 and step % self._config.history_save_steps == 0:
+            await self._call("war_history_save", str(self._file()))
+
+    async def stats(self) -> dict[str, Any] | None:
+        """Counters of speculation; see `Speculation.report`."""
+        return next((report for report in await self._call("war_speculation_stats") if report is not None), None)
+
+    def share_with(self, peers: Sequence[Any]) -> None:
+        """Send new text to these servers from now on."""
+        self._peers = list(peers)
+        if self._peers and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._share())
+            self._task.add_done_callback(_log_failure)
+
+    async def apply(self, batch: bytes) -> None:
+        """Take in text of another replica."""
+        await self._call("war_history_apply", batch)
+
+    async def _share(self) -> None:
+        while self._peers:
+            await asyncio.sleep(SHARE_EVERY_S)
+            batches = [batch for batch in await self._call("war_history_take", MAX_BATCH_BYTES) if batch]
+            for batch in batches:
+                self._send(ray.put(batch))
+
+    def _send(self, batch: Any) -> None:
+        """Without waiting, and nothing to a server that has not taken the last batch: it is late or broken."""
+        for peer in self._peers:
+            last = self._sending.get(peer)
+            if last is None or last.done():
+                self._sending[peer] = asyncio.create_task(_send_to(peer, batch))
+
+    async def _call(self, method: str, *args: Any) -> list[Any]:
+        return await self._engine.collective_rpc(method, args=args)
+
+    def _file(self) -> Path:
+        return Path(str(self._config.history_dir)) / f"replica_{self._rank}.history"
+
+
+async def _send_to(peer: Any, batch: Any) -> None:
+    try:
+        await peer.war_history_apply.remote(batch)
+    except RayError as error:  # the router finds out what is wrong with it
+        logger.debug("a replica did not take history (%s)", cause_of(error))
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """Sharing that ends with an error must not end unseen; decoding goes on with the replica's own text."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(error, EngineDeadError):
+        logger.error("history is no longer shared by this replica", exc_info=error)
