@@ -10,7 +10,7 @@ def counters(steps=100, drafted=200, accepted=100, **changed):
         "steps": steps, "drafting_steps": steps // 2, "drafting_rows": 50, "drafted_tokens": drafted,
         "accepted_tokens": accepted, "draft_s": 0.1, "step_s": 10.0, "max_draft_s": 0.002, "regime": "low",
         "regime_switches": 3, "regime_switch_rows": 12, "budget_tokens": 8, "expected_gain": 1.5, "history/bytes": 1000,
-        "history/tokens": 40, "exchange/sent_bytes": 500, "faults": 0, "disabled": "",
+        "history/tokens": 40, "history/edited": 2, "exchange/sent_bytes": 500, "faults": 0, "disabled": "",
     }  # fmt: skip
     for source in SOURCES:
         report |= {f"source/{source}/drafted_tokens": 0, f"source/{source}/accepted_tokens": 0}

@@ -177,3 +177,19 @@ def test_any_loss_and_repetition_leaves_only_true_text(seed):
     for key in here.keys().tolist():
         kept = here.text(key).tobytes()
         assert any(kept in whole for whole in everything.values())
+
+
+def test_text_that_was_set_aside_goes_nowhere():
+    """Its key is this index's own; sent along, it would have the whole batch refused."""
+    here, there = pair()
+    out, into = outbox(there), inbox(here)
+    there.begin(1, 7, 3, text(0, 50))
+    there.begin(2, 7, 3, text(1, 50))
+    into.apply(out.take(10**6, 0.0))
+    there.extend(1, text(2, 30))
+    there.retire(1)
+    there.begin(1, 7, 3, text(3, 60))
+    into.apply(out.take(10**6, 1.0))
+    assert into.rows["refused"] == 0 and into.rows["conflict"] == 1
+    remote = {int(key): here.text(int(key)).tolist() for key in here.keys()}
+    assert text(3, 60).tolist() in remote.values() and text(1, 50).tolist() in remote.values()

@@ -14,6 +14,8 @@ from verl_war.integration.vllm.speculation_text import LiveRequest, describe, pr
 
 VOCAB = 500
 MAX_MODEL_LEN = 300
+STOP = 499
+"""Ends a turn; in no other text of these tests."""
 
 
 class Clock:
@@ -40,6 +42,7 @@ class Engine:
         self.step_s = step_s
         self.drafts = {}
         self.verified = 0
+        self.stop_ids = frozenset()
 
     def add(self, req_id, prompt, continuation, extra_args=None, max_tokens=None):
         name, group, step = describe(req_id, extra_args)
@@ -96,8 +99,9 @@ class Engine:
         name, group, step, limit = request["make"]
         prompt = np.array(request["prompt"], dtype=np.int32)
         return LiveRequest(
-            name=name, group=group, step=step, prompt=prompt, outputs=request["outputs"], limit_tokens=limit
-        )
+            name=name, group=group, step=step, prompt=prompt, outputs=request["outputs"], limit_tokens=limit,
+            stop_ids=self.stop_ids,
+        )  # fmt: skip
 
     def done(self, req_id):
         request = self.requests[req_id]
@@ -191,6 +195,32 @@ def test_retokenised_context_starts_a_new_segment():
     flush(engine)
     assert engine.store.stats()["edited"] == 1
     assert kept(engine, "t") == engine.text("b")
+
+
+@pytest.mark.parametrize("mode", ["always", "off"])
+def test_what_was_verified_behind_a_stop_token_is_no_text(mode):
+    engine = Engine()
+    answer, behind = [*tokens(2, 14), STOP], tokens(3, 10)
+    engine.add("sibling", tokens(1, 20), answer + behind, war("s"))
+    engine.run()
+    engine.stop_ids = frozenset([STOP])  # the sibling went on behind it
+    engine.add("turn1", tokens(1, 20), answer + behind, war("t"))
+    while STOP not in engine.requests["turn1"]["outputs"]:
+        engine.step()
+    if mode == "off":
+        engine.speculation.change({"mode": "off"})
+    said = engine.requests["turn1"]["outputs"]
+    assert len(said) > len(answer), "no draft reached over the stop token: this test shows nothing"
+    engine.remove("turn1")
+    engine.step()
+    context = [*tokens(1, 20), *answer]
+    if mode == "always":
+        assert kept(engine, "t") == context
+    engine.add("turn2", [*context, *tokens(4, 15)], tokens(5, 10), war("t"))
+    engine.run()
+    flush(engine)
+    assert kept(engine, "t") == engine.text("turn2")
+    assert engine.store.stats()["edited"] == 0, "the context was read anew"
 
 
 def test_trimmed_answer_starts_a_new_segment():

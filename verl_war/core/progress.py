@@ -33,6 +33,22 @@ PRIOR_OUTPUT_TOKENS = 256.0
 SMOOTHING = 0.02
 """Share of the newest turn in the mean growth and output of a turn: about the last hundred turns count."""
 
+PRIOR_MEAN_TURNS = 2.0
+"""Turns that the prior growth and output count for: contexts of other runs may be ten times as long."""
+
+
+@dataclass(slots=True)
+class _RunningMean:
+    """Mean of what was observed with a prior, from `SMOOTHING` on a moving one."""
+
+    value: float
+    count: float = PRIOR_MEAN_TURNS
+
+    def observe(self, value: float) -> None:
+        self.count += 1
+        self.value += max(SMOOTHING, 1 / self.count) * (value - self.value)
+
+
 MIN_SIGMA = 0.05
 """Keeps the formulas finite where all trajectories have the same length."""
 
@@ -82,19 +98,29 @@ class Progress:
     was expected. The remaining turns are the mean of that lognormal beyond the turns done.
     """
 
-    growth_tokens: float = PRIOR_GROWTH_TOKENS
-    output_tokens: float = PRIOR_OUTPUT_TOKENS
+    _growth_tokens: _RunningMean = field(default_factory=lambda: _RunningMean(PRIOR_GROWTH_TOKENS))
+    _output_tokens: _RunningMean = field(default_factory=lambda: _RunningMean(PRIOR_OUTPUT_TOKENS))
     _spread: _Spread = field(default_factory=_Spread)
     _groups: OrderedDict[str, _Group] = field(default_factory=OrderedDict)
+
+    @property
+    def growth_tokens(self) -> float:
+        """Mean tokens by which a turn lengthens the context."""
+        return self._growth_tokens.value
+
+    @property
+    def output_tokens(self) -> float:
+        """Mean tokens that a turn generates."""
+        return self._output_tokens.value
 
     def on_turn_growth(self, grown_tokens: int) -> None:
         """A turn's context is this much longer than the one before. A context that shrank was rewritten: ignored."""
         if grown_tokens > 0:
-            self.growth_tokens += SMOOTHING * (grown_tokens - self.growth_tokens)
+            self._growth_tokens.observe(grown_tokens)
 
     def on_turn_output(self, completion_tokens: int) -> None:
         """A turn generated this many tokens."""
-        self.output_tokens += SMOOTHING * (completion_tokens - self.output_tokens)
+        self._output_tokens.observe(completion_tokens)
 
     def on_turn(self, group_id: str, turns_begun: int) -> None:
         """A trajectory of the group asks for its turn number `turns_begun`."""

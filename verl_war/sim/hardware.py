@@ -151,7 +151,7 @@ PROFILES: dict[str, HardwareProfile] = {
             kv_bytes_per_token=23_040,
             host_bytes_per_s=5e9,
         ),  # fmt: skip
-        # 430k tokens as in DESIGN's table: gpu_memory_utilization 0.93.
+        # What vLLM reports at gpu_memory_utilization 0.93.
         _roofline("h100_8b", **_QWEN3_8B, **_H100, devices=1, base_s=0.003, kv_capacity_tokens=430_000),
         # Two all-reduces in each of 64 layers at about 15 us of latency make the base larger.
         _roofline("h100x4_32b", **_QWEN3_32B, **_H100, devices=4, base_s=0.005),

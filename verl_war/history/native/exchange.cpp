@@ -79,6 +79,9 @@ void Index::retire(int64_t key) {
     const uint32_t slot = slot_of(key);
     if (segments_[slot].live) finish(key);
     Segment& segment = segments_[slot];
+    // Its new key means nothing to other replicas: what was not sent yet is not sent any more. Theirs ends when a new
+    // segment of the old key begins.
+    segment.end_sent = true;
     slots_.erase(key);
     segment.key = retired_key();
     slots_.emplace(segment.key, slot);

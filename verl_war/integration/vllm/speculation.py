@@ -252,10 +252,13 @@ class Speculation:
         ready: list[int] = []
         behind: list[int] = []
         for row, request in enumerate(self._rows):
-            if request is None or request.refused or not step.sampled[row]:
+            sampled = step.sampled[row]
+            if request is None or request.refused or request.ended_at >= 0 or not sampled:
                 continue
+            if len(sampled) > 1 and not request.stop_ids.isdisjoint(sampled):
+                continue  # it ends here; its text is taken over when it leaves
             new = request.num_tokens - request.known
-            if request.key >= 0 and new == len(step.sampled[row]):
+            if request.key >= 0 and new == len(sampled):
                 behind.append(row)
             elif request.key >= 0 and new == 0:
                 ready.append(row)

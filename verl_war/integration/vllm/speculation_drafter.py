@@ -146,6 +146,7 @@ class Drafter:
             return None  # pooling, or a prompt of embeddings: there is no text
         name, group, step = describe(req_id, params.extra_args)
         prompt_tokens = int(batch.num_prompt_tokens[row])
+        eos = params.eos_token_id
         limit = self.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, prompt_tokens + params.max_tokens)
@@ -157,4 +158,5 @@ class Drafter:
             outputs=state.output_token_ids,
             limit_tokens=limit,
             free_tokens=prompt_tokens + params.min_tokens,
+            stop_ids=frozenset((*(params.stop_token_ids or ()), *([] if eos is None else [eos]))),
         )

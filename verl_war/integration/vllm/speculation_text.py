@@ -59,9 +59,11 @@ class LiveRequest:
         free_tokens: Context length from which the request may end (`min_tokens`). No draft reaches over it: vLLM bans
             the end also from the token behind the drafts (`MinTokensLogitsProcessor.apply`, 0.27.1), which would
             change what is sampled there.
+        stop_ids: Tokens behind which the request ends.
         key: Segment in the index, -1 before there is one.
         known: Tokens of this context that the segment holds.
         refused: The index does not take this text; the request gets no drafts.
+        ended_at: Length of the context behind a stop token, -1 before there is one.
     """
 
     name: str
@@ -71,19 +73,34 @@ class LiveRequest:
     outputs: list[int]
     limit_tokens: int
     free_tokens: int = 0
+    stop_ids: frozenset[int] = frozenset()
     key: int = -1
     known: int = 0
     refused: bool = False
+    ended_at: int = -1
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the context now."""
-        return len(self.prompt) + len(self.outputs)
+        return self.ended_at if self.ended_at >= 0 else len(self.prompt) + len(self.outputs)
+
+    def find_end(self) -> None:
+        """Notice a stop token in the outputs that the segment does not hold.
+
+        With drafts the model runner's list can go on behind one: those tokens were verified in the same step, and
+        nobody but the scheduler knows that they are not part of the answer.
+        """
+        if self.ended_at < 0 and self.stop_ids:
+            start = max(0, self.known - len(self.prompt))
+            at = next((i for i, token in enumerate(self.outputs[start:], start) if token in self.stop_ids), None)
+            if at is not None:
+                self.ended_at = len(self.prompt) + at + 1
 
     def context(self, start: int = 0) -> npt.NDArray[np.int32]:
         """Tokens of the context from offset ``start`` on."""
         prompt_tokens = len(self.prompt)
-        outputs = np.asarray(self.outputs[max(0, start - prompt_tokens) :], dtype=np.int32)
+        end = self.num_tokens - prompt_tokens
+        outputs = np.asarray(self.outputs[max(0, start - prompt_tokens) : end], dtype=np.int32)
         return outputs if start >= prompt_tokens else np.concatenate((self.prompt[start:], outputs))
 
 
@@ -141,6 +158,7 @@ class TrajectoryTexts:
         """Make the segment hold the whole context of ``request``, opening it first if need be."""
         if request.refused:
             return
+        request.find_end()
         try:
             if request.key < 0:
                 waiting = self._backlog.pop(request.name, None)
