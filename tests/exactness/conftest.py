@@ -32,6 +32,7 @@ def drafter(engine):
     from verl_war.integration.vllm.proposer import drafter_of
     from verl_war.integration.vllm.speculation import Speculation
     from verl_war.integration.vllm.speculation_drafter import make_store
+    from verl_war.integration.vllm.speculation_exchange import HistoryExchange
 
     drafter = drafter_of(engines.runner_of(engine))
     # The watchdog would notice most broken verifiers, too; here the tests shall.
@@ -40,6 +41,7 @@ def drafter(engine):
     )
     drafter.store = make_store(engine.llm_engine.vllm_config, {})
     drafter.speculation = Speculation(drafter.store, limits)
+    drafter.exchange = HistoryExchange(drafter.store, 1e6)
     drafter.disabled, drafter.faults = "", 0
     return drafter
 

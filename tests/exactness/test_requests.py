@@ -148,6 +148,16 @@ def test_reports_are_plain_numbers_and_words(engine, drafter, contexts):
     )
 
 
+def test_turns_that_stop_within_a_draft_are_continued_by_the_next(engine, drafter, contexts):
+    """Behind the stop token the engine has verified more; it must not pass for text of the conversation."""
+    params = {"temperature": 0.0, "max_tokens": 40, "stop_token_ids": list(range(300, 420, 2))}
+    for name in ("first", "second"):  # the second time everything is known, drafts are long and reach over the stop
+        answers = engines.multi_turn(engine, contexts, params, turns=3, name=name)
+    assert sum(answer["finish"] == "stop" for turn in answers for answer in turn) >= 4
+    report = stats(engine)
+    assert report["accepted_tokens"] > 100 and report["history/edited"] == 0
+
+
 def test_history_goes_to_a_file_and_to_other_replicas(engine, drafter, contexts, tmp_path):
     engines.generate(engine, contexts, engines.GREEDY, [f"t{i}" for i in range(len(contexts))])
     engines.generate(engine, contexts[:1], engines.GREEDY)
