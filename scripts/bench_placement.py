@@ -81,14 +81,22 @@ async def calibrate(servers: dict[str, Any]) -> tuple[HardwareProfile, list[dict
 
 
 def fit(rows: list[dict[str, float]]) -> HardwareProfile:
-    """Non-negative least squares of relative errors over the measured windows."""
-    from scipy.optimize import nnls
+    """Non-negative least squares of relative errors over the measured windows.
 
+    Terms that come out negative are left out, the most negative first: fewer terms than the machine has, never absurd
+    ones.
+    """
     names = ("steps", "decodes", "prefill_tokens", "prefill_pairs", "decode_kv_tokens")
     busy_s = np.array([row["busy_s"] for row in rows])
     matrix = np.array([[row[name] for name in names] for row in rows]) / busy_s[:, None]
     scale = matrix.max(axis=0)
-    solution, _ = nnls(matrix / scale, np.ones(len(rows)))
+    solution, used = np.zeros(len(names)), list(range(len(names)))
+    while True:
+        part = np.linalg.lstsq((matrix / scale)[:, used], np.ones(len(rows)), rcond=None)[0]
+        if part.min() >= 0:
+            break
+        del used[int(part.argmin())]
+    solution[used] = part
     base_s, per_request_s, per_token_s, per_pair_s, per_kv_token_s = (float(value) for value in solution / scale)
     return HardwareProfile(
         name="measured", overlapped=False, base_s=max(base_s, 1e-6), per_request_s=per_request_s,

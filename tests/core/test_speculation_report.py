@@ -10,7 +10,8 @@ def counters(steps=100, drafted=200, accepted=100, **changed):
         "steps": steps, "drafting_steps": steps // 2, "drafting_rows": 50, "drafted_tokens": drafted,
         "accepted_tokens": accepted, "draft_s": 0.1, "step_s": 10.0, "max_draft_s": 0.002, "regime": "low",
         "regime_switches": 3, "regime_switch_rows": 12, "budget_tokens": 8, "expected_gain": 1.5, "history/bytes": 1000,
-        "history/tokens": 40, "history/edited": 2, "exchange/sent_bytes": 500, "faults": 0, "disabled": "",
+        "history/tokens": 40, "history/edited": 2, "history/refused_tokens": 0,
+        "exchange/failed_saves": 0, "exchange/sent_bytes": 500, "faults": 0, "disabled": "",
     }  # fmt: skip
     for source in SOURCES:
         report |= {f"source/{source}/drafted_tokens": 0, f"source/{source}/accepted_tokens": 0}
@@ -37,6 +38,13 @@ def test_an_engine_that_was_started_again_counts_from_zero():
     report = SpeculationReport()
     report.report({"r0": counters(steps=1000, drafted=2000)})
     assert report.report({"r0": counters(steps=10, drafted=20)})["war/spec/drafted_tokens"] == 20
+
+
+def test_a_drafter_that_was_started_again_makes_nothing_negative():
+    report = SpeculationReport()
+    report.report({"r0": counters(steps=10, drafted=2000)})
+    metrics = report.report({"r0": counters(steps=50, drafted=30, accepted=10)})
+    assert metrics["war/spec/drafted_tokens"] == 30 and min(metrics.values()) >= 0
 
 
 def test_trouble_is_counted():

@@ -193,3 +193,33 @@ def test_text_that_was_set_aside_goes_nowhere():
     assert into.rows["refused"] == 0 and into.rows["conflict"] == 1
     remote = {int(key): here.text(int(key)).tolist() for key in here.keys()}
     assert text(3, 60).tolist() in remote.values() and text(1, 50).tolist() in remote.values()
+
+
+def test_text_of_others_whose_end_was_lost_is_forgotten_and_leaves_room():
+    """A batch with the ends of a step's trajectories can be lost; memory must come back all the same."""
+    here = HistoryIndex(vocab_size=VOCAB, max_bytes=1 << 20)
+    there = HistoryIndex(vocab_size=VOCAB)
+    out, into = outbox(there), inbox(here)
+    for step in range(12):
+        for key in range(100 * step, 100 * step + 10):
+            there.begin(key, key % 3, step, text(key, 800))
+        into.apply(out.take(10**7, float(step)))
+        for key in range(100 * step, 100 * step + 10):
+            there.finish(key)
+        out.take(10**7, float(step))  # never arrives
+        here.set_step(step, 2)
+        here.collect()
+        here.begin(10**6 + step, 1, step, text(-step - 1 & 0xFFFF, 500))
+        assert here.info(10**6 + step).length == 500, "no room for text of this replica"
+        here.finish(10**6 + step)
+    stats = here.stats()
+    assert stats["refused_tokens"] == 0 and stats["live_segments"] <= 40
+
+
+def test_text_of_a_later_step_is_of_an_earlier_run_and_ages_with_this_one():
+    here = HistoryIndex(vocab_size=VOCAB)
+    key = here.restore(1, 500, text(1, 300))
+    here.set_step(10, 2)
+    assert here.info(key).step == 10
+    here.set_step(13, 2)
+    assert key not in here

@@ -100,6 +100,8 @@ class FakeServer:
         self.peers = peers
 
     async def war_speculation_stats(self):
+        while self.is_mute:
+            await asyncio.sleep(0.01)
         return self.speculation
 
     async def abort_request(self, request_id, reset_prefix_cache=True):

@@ -255,3 +255,31 @@ async def test_the_engine_is_told_whose_turn_it_is_only_for_speculation(make_rig
     told = {"mine": 1, "war": {"trajectory": "session", "step": -1}}
     assert rig.servers["r0"].target.served[-1]["sampling"] == {"temperature": 1.0, "extra_args": told}
     assert given == {"temperature": 1.0, "extra_args": {"mine": 1}}, "the agent loop's own parameters were changed"
+
+
+async def test_all_turns_of_a_conversation_name_its_first_prompt(make_rig):
+    """A replica that it moves to must not take the longer context for another prompt: it would have no siblings."""
+    from verl_war.integration.verl.client import TrajectoryIdentity, current_trajectory
+
+    rig = make_rig(1, settings={"speculation": {"enabled": True}})
+    client, groups = rig.client(), []
+    for trajectory in ("a", "b"):
+        identity = TrajectoryIdentity(trajectory_id=trajectory, group_id="uid", policy_step=4, validate=False)
+        token = current_trajectory.set(identity)
+        for prompt in (PROMPT, [*PROMPT, 5, 6, 7]):
+            await generate(client, session=trajectory, prompt=prompt)
+            groups.append(rig.servers["r0"].target.served[-1]["sampling"]["extra_args"]["war"]["group"])
+        await generate(client, session=f"{trajectory}-other", prompt=[1, 2, 3])
+        assert rig.servers["r0"].target.served[-1]["sampling"]["extra_args"]["war"]["group"] != groups[0]
+        current_trajectory.reset(token)
+    assert len(set(groups)) == 1
+
+
+@pytest.mark.parametrize("params", [{"min_p": 0.1}, {"logit_bias": {3: 1.0}}])
+async def test_parameters_that_cannot_be_verified_are_refused_by_name(make_rig, params):
+    (name,) = params
+    rig = make_rig(1, settings={"speculation": {"enabled": True}})
+    with pytest.raises(ValueError, match=rf"{name}=.*speculation.enabled=False"):
+        await rig.client().generate("session", prompt_ids=PROMPT, sampling_params=params)
+    rig = make_rig(1)
+    assert (await rig.client().generate("session", prompt_ids=PROMPT, sampling_params=params)).token_ids == [7, 8]

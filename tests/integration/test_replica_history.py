@@ -117,6 +117,30 @@ async def test_an_earlier_run_is_taken_up_its_own_file_first(history, tmp_path):
     assert names == ["replica_1.history", "replica_0.history"]
 
 
+async def test_a_directory_that_cannot_be_used_is_named(history, tmp_path):
+    (tmp_path / "file").touch()
+    it = history(history_dir=str(tmp_path / "file" / "dir"))
+    with pytest.raises(RuntimeError, match=r"speculation\.history_dir='.*file/dir' cannot be used"):
+        await it.load()
+
+
+async def test_a_full_object_store_costs_one_batch(history, monkeypatch):
+    from ray.exceptions import ObjectStoreFullError
+
+    from verl_war.integration.verl import replica_history
+
+    def put(batch):
+        if batch == b"unlucky":
+            raise ObjectStoreFullError("full")
+        return batch
+
+    monkeypatch.setattr(replica_history.ray, "put", put)
+    it, peer = history(), LocalActor(Peer())
+    it.share_with([peer])
+    it._engine.outbox = [b"unlucky", b"next"]
+    await until(lambda: peer.target.got == [b"next"])
+
+
 async def test_statistics_are_those_of_the_rank_that_drafts(history):
     assert await history().stats() == {"steps": 1}
 
@@ -135,3 +159,21 @@ def test_engine_settings_are_plain_and_accepted_by_the_worker():
     assert settings.pop("share_bytes_per_s") == config.share_bytes_per_s
     assert parse(HistoryConfig, settings.pop("history"), HISTORY_KEY) == config.history
     assert change_limits(SpeculationLimits(), settings).max_draft_tokens == 7
+
+
+@pytest.mark.parametrize("mine", [None, {"other": 1}, '{"other": 1}'])
+def test_engines_start_with_speculation_beside_what_the_user_asked_for(mine):
+    from verl_war.core.config import WarConfig, parse_war_config
+    from verl_war.integration.verl.replica import WarHttpServer
+
+    server = WarHttpServer.__new__(WarHttpServer)
+    server.config = {}
+    server._war_config = parse_war_config({"speculation": {"enabled": True, "max_draft_tokens": 9}})
+    options = {"additional_config": mine} if mine else {}
+    server._preprocess_engine_kwargs(options)
+    assert options["speculative_config"]["num_speculative_tokens"] == 9
+    assert options["additional_config"].pop("war_speculation")["max_draft_tokens"] == 9
+    assert options["additional_config"] == ({"other": 1} if mine else {})
+    server._war_config, options = WarConfig(), {}
+    server._preprocess_engine_kwargs(options)
+    assert options == {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_war.core.config_parsing import ROOT_KEY, parse, require_range
-from verl_war.core.history_config import HistoryConfig, OnDamage
+from verl_war.core.history_config import SHARE_BYTES_PER_S, HistoryConfig, OnDamage
 from verl_war.core.speculation_limits import SPECULATION_KEY, SpeculationLimits
 
 
@@ -21,15 +21,16 @@ class SpeculationConfig(SpeculationLimits):
         share_bytes_per_s: Bound on the text that one replica sends to others.
         share_peers: Replicas that it is sent to, next ones in the order of joining; 0 = none. Siblings mostly sit on
             the same replica, so that all of a large fleet would mostly be sent what they never look up.
-        history_dir: Directory, seen by all nodes, in which every replica saves its history and from which it takes it
-            up when a run is resumed; null = none.
+        history_dir: Absolute path of a directory, seen by all nodes, in which every replica saves its history and from
+            which it takes it up when a run is resumed; null = none.
         history_save_steps: Training steps between two savings.
         history_on_damage: What a damaged file is: an `error` that stops the start, or one to `discard` with a warning.
+            A file of another model, tokenizer or version of the format always stops it.
     """
 
     enabled: bool = False
     history: HistoryConfig = field(default_factory=HistoryConfig)
-    share_bytes_per_s: float = 4e6
+    share_bytes_per_s: float = SHARE_BYTES_PER_S
     share_peers: int = 8
     history_dir: str | None = None
     history_save_steps: int = 10

@@ -10,6 +10,9 @@ from verl_war.core.config_parsing import ROOT_KEY, require_range
 SOURCES: tuple[str, ...] = ("own", "siblings", "earlier_steps", "global")
 """Where a draft may come from: this trajectory; same group and step; same group, other step; any other text."""
 
+SHARE_BYTES_PER_S = 4e6
+"""Text that a replica sends to others: 2 million tokens a second, more than it generates."""
+
 OnDamage = Literal["error", "discard"]
 """What to do with a damaged file of history."""
 

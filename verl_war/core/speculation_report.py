@@ -27,6 +27,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "war/spec/history_bytes": ("bytes", "memory of the largest replica's history"),
     "war/spec/history_tokens": ("tokens", "text in it"),
     "war/spec/contexts_rebuilt": ("count", "turns whose context was not the known one continued, and was read anew"),
+    "war/spec/refused_tokens": ("tokens", "text that found no room in a history since the last report"),
+    "war/spec/failed_saves": ("count", "files of history that could not be written since the last report"),
     "war/spec/shared_bytes": ("bytes", "text sent from replica to replica since the last report"),
     "war/spec/faults": ("count", "errors in drafting since the last report; each stops drafting on its replica"),
     "war/spec/replicas_stopped": ("count", "replicas whose drafting is stopped, by an error or by the watchdog"),
@@ -77,6 +79,8 @@ class SpeculationReport:
             "war/spec/history_bytes": largest.get("history/bytes", 0),
             "war/spec/history_tokens": largest.get("history/tokens", 0),
             "war/spec/contexts_rebuilt": total("history/edited"),
+            "war/spec/refused_tokens": total("history/refused_tokens"),
+            "war/spec/failed_saves": total("exchange/failed_saves"),
             "war/spec/shared_bytes": total("exchange/sent_bytes"),
             "war/spec/faults": total("faults"),
             "war/spec/replicas_stopped": sum(bool(report["disabled"]) for report in reports.values()),
@@ -90,9 +94,8 @@ class SpeculationReport:
     def _since_last(self, name: str, report: Report) -> dict[str, float]:
         last = self._last.get(name, {})
         numbers = {key: value for key, value in report.items() if isinstance(value, (int, float))}
-        # An engine that was started again counts from zero.
-        is_new = report["steps"] < last.get("steps", 0)
-        return numbers if is_new else {key: value - last.get(key, 0) for key, value in numbers.items()}
+        # What was started again, a drafter or its engine, counts from zero.
+        return {key: value - (last.get(key, 0) if value >= last.get(key, 0) else 0) for key, value in numbers.items()}
 
 
 def metric_names() -> dict[str, str]:

@@ -116,7 +116,8 @@ def load(store: HistoryStore, path: str | os.PathLike[str], on_damage: OnDamage 
             return 0
     for group, step, tokens in texts:
         store.index.restore(group, step, tokens)
-    store.on_step(max(store.policy_step, header["policy_step"], 0))
+    newest = max((step for _, step, _ in texts), default=0)
+    store.on_step(max(store.policy_step, header["policy_step"], newest, 0))
     return len(texts)
 
 

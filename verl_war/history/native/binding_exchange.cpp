@@ -96,10 +96,12 @@ int64_t restore(Index& index, int64_t group, int64_t step, const Int32s& array) 
     }
     append_in_slices(index, key, tokens, count, Urgency::kBulk);
     Entered entered(index.gate, Urgency::kBulk);
-    if (index.segment(key).length == 0) {
-        index.drop(key);
-    } else {
-        index.finish(key);
+    if (index.contains(key)) {
+        if (index.segment(key).length == 0) {
+            index.drop(key);
+        } else {
+            index.finish(key);
+        }
     }
     return key;
 }

@@ -89,6 +89,8 @@ inline void append_in_slices(Index& index, int64_t key, const int32_t* tokens, i
         const int64_t slice = std::min(kSliceTokens, count - done);
         {
             Entered entered(index.gate, urgency);
+            // Text of another replica can be evicted between two slices.
+            if (urgency == Urgency::kBulk && !index.contains(key)) return;
             index.append(key, tokens + done, slice);
             index.collect(kUnitsPerToken * slice, false);
         }

@@ -23,7 +23,8 @@ bool Index::collect(int64_t units, bool forced) {
 
 // Marks what goes. False when there is nothing to do.
 bool Index::start_cycle(bool forced) {
-    if (bytes() > options.max_bytes && static_cast<int64_t>(slots_.size()) > live_segments_) choose_victims();
+    const int64_t own_live = live_segments_ - remote_live_segments_;
+    if (bytes() > options.max_bytes && static_cast<int64_t>(slots_.size()) > own_live) choose_victims();
     const bool something = !dead_pages_.empty() || !dead_slots_.empty();
     if (!(forced ? something || own_stale_ : something && bytes() > options.max_bytes)) return false;
     for (uint32_t id : dead_pages_) arena_.set_state(id, kDoomed);
@@ -36,7 +37,7 @@ bool Index::start_cycle(bool forced) {
     return true;
 }
 
-// Finished segments, oldest policy step first, then least recently used.
+// Finished segments and those of other replicas, oldest policy step first, then least recently used.
 void Index::choose_victims() {
     struct Victim {
         int64_t step;
@@ -49,7 +50,7 @@ void Index::choose_victims() {
     std::vector<Victim> heap;
     for (uint32_t slot = 0; slot < segments_.size(); ++slot) {
         const Segment& segment = segments_[slot];
-        if (segment.alive && !segment.live) heap.push_back({segment.step, segment.last_used, slot});
+        if (evictable(segment)) heap.push_back({segment.step, segment.last_used, slot});
     }
     std::make_heap(heap.begin(), heap.end());
     const double target = kLowWater * static_cast<double>(options.max_bytes);

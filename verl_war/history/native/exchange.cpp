@@ -71,6 +71,7 @@ Ingested Index::prepare_ingest(int64_t key, int64_t group, int64_t step, int64_t
     begin(key, group, step, 0);
     Segment& segment = segments_[slot_of(key)];
     segment.remote = true;
+    ++remote_live_segments_;
     segment.origin = start;
     return how;
 }
@@ -91,6 +92,7 @@ int64_t Index::begin_restored(int64_t group, int64_t step) {
     const int64_t key = retired_key();
     begin(key, group, step, 0);
     segments_[slot_of(key)].remote = true;
+    ++remote_live_segments_;
     return key;
 }
 

@@ -167,6 +167,8 @@ private:
     int64_t retired_key() { return kRetiredKeys + static_cast<int64_t>(retired_++); }
     Segment& live_segment(int64_t key);
     uint32_t slot_of(int64_t key) const;
+    // Live text of this replica is never evicted. That of others is: word of its end may have been lost.
+    static bool evictable(const Segment& segment) { return segment.alive && (!segment.live || segment.remote); }
     bool room_for_page() const { return bytes() < options.max_bytes + options.max_bytes / 4; }
     void kill(uint32_t slot);
     void kill_pages(Segment& segment, size_t end);
@@ -188,7 +190,7 @@ private:
     int64_t current_step_ = -1;
     uint64_t next_uid_ = 0, tick_ = 0, retired_ = 0;
     uint32_t take_at_ = 0;  // slot that take_new() looks at next
-    int64_t tokens_ = 0, live_tokens_ = 0, live_segments_ = 0, page_list_bytes_ = 0;
+    int64_t tokens_ = 0, live_tokens_ = 0, live_segments_ = 0, remote_live_segments_ = 0, page_list_bytes_ = 0;
     int64_t evicted_segments_ = 0, evicted_tokens_ = 0, refused_tokens_ = 0, drafts_ = 0, drafted_tokens_ = 0;
 
     enum class Phase { kIdle, kHeads, kLinks, kRelease, kShrink };

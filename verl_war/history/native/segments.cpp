@@ -161,6 +161,7 @@ void Index::finish(int64_t key) {
     Segment& segment = live_segment(key);
     segment.live = false;
     --live_segments_;
+    remote_live_segments_ -= segment.remote;
     live_tokens_ -= segment.length;
     segment.last_used = ++tick_;
     // The own chain serves only the running trajectory, and siblings have the same prompt.
@@ -187,6 +188,7 @@ void Index::kill(uint32_t slot) {
     Segment& segment = segments_[slot];
     if (segment.live) {
         --live_segments_;
+        remote_live_segments_ -= segment.remote;
         live_tokens_ -= segment.length;
     }
     for (int chain = 0; chain < kNumChains; ++chain) entries_[chain] -= segment.indexed[chain];
@@ -205,8 +207,11 @@ int64_t Index::set_step(int64_t step, int64_t window_steps) {
     current_step_ = step;
     int64_t count = 0;
     for (uint32_t slot = 0; slot < segments_.size(); ++slot) {
-        const Segment& segment = segments_[slot];
-        if (!segment.alive || segment.live || segment.step < 0 || segment.step >= step - window_steps) continue;
+        Segment& segment = segments_[slot];
+        if (!evictable(segment)) continue;
+        // Text of a later step is of an earlier run: it must not outlive the text of this one.
+        segment.step = std::min(segment.step, step);
+        if (segment.step < 0 || segment.step >= step - window_steps) continue;
         ++evicted_segments_;
         evicted_tokens_ += segment.length - segment.first;
         kill(slot);

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import hashlib
 import logging
-from dataclasses import dataclass
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray.exceptions import ActorUnavailableError
@@ -21,6 +24,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from verl_war.core.blocks import block_chain_hashes
 from verl_war.core.config import WarConfig, parse_war_config
+from verl_war.core.speculation_limits import SPECULATION_KEY
 from verl_war.core.types import Turn, TurnResult
 from verl_war.integration.verl.failures import (
     GONE_ERRORS,
@@ -36,6 +40,9 @@ from verl_war.integration.vllm.proposer import EXTRA_ARGS_KEY
 
 logger = logging.getLogger(__name__)
 
+UNVERIFIED_PARAMETERS = ("min_p", "logit_bias")
+"""What an engine that speculates refuses (vllm/sampling_params.py:889, 0.27.1)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryIdentity:
@@ -45,6 +52,8 @@ class TrajectoryIdentity:
     group_id: str
     policy_step: int
     validate: bool
+    prompt_digests: dict[str, str] = field(default_factory=dict, compare=False)
+    """Conversation -> digest of its first prompt, by which siblings of all steps know each other."""
 
 
 current_trajectory: contextvars.ContextVar[TrajectoryIdentity | None] = contextvars.ContextVar(
@@ -113,7 +122,7 @@ class WarLLMServerClient(LLMServerClient):
         }
         turn = self._describe(request_id, normalize_token_ids(prompt_ids), priority)
         if self.war_config.speculation.enabled:
-            request["sampling_params"] = _with_identity(sampling_params, turn)
+            request["sampling_params"] = _with_identity(sampling_params, turn, prompt_ids)
         retries = self.war_config.failures.retries
         for attempt in range(retries + 1):
             replica_id, server, priority = await self._acquire_server(request_id, turn=turn)
@@ -207,9 +216,25 @@ def war_client_of(stock: LLMServerClient) -> WarLLMServerClient:
     )
 
 
-def _with_identity(sampling_params: dict[str, Any], turn: Turn) -> dict[str, Any]:
-    """The same parameters, telling the engine's drafter which conversation this turn goes on with."""
+def _with_identity(sampling_params: dict[str, Any], turn: Turn, prompt_ids: Sequence[int]) -> dict[str, Any]:
+    """The same parameters, telling the engine's drafter which conversation this turn goes on with.
+
+    Raises:
+        ValueError: vLLM cannot verify drafts under one of the parameters.
+    """
+    for name in UNVERIFIED_PARAMETERS:
+        if sampling_params.get(name):
+            raise ValueError(
+                f"sampling parameter {name}={sampling_params[name]!r} does not go with speculative decoding in vLLM; "
+                f"expected none. Drop it, or set {SPECULATION_KEY}.enabled=False"
+            )
     told = {"trajectory": turn.session_id, "step": turn.policy_step}
+    identity = current_trajectory.get()
+    if identity is not None:
+        if turn.session_id not in identity.prompt_digests:
+            digest = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=8)
+            identity.prompt_digests[turn.session_id] = digest.hexdigest()
+        told["group"] = identity.prompt_digests[turn.session_id]
     extra_args = {**(sampling_params.get("extra_args") or {}), EXTRA_ARGS_KEY: told}
     return {**sampling_params, "extra_args": extra_args}
 

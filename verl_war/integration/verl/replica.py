@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -41,7 +42,8 @@ class WarHttpServer(vLLMHttpServer):
         speculation = self._war_config.speculation
         if speculation.enabled:
             options = engine_options(replica_history.engine_settings(speculation), speculation.max_draft_tokens)
-            others = dict(engine_kwargs.get("additional_config") or {})
+            others = engine_kwargs.get("additional_config") or {}
+            others = json.loads(others) if isinstance(others, str) else dict(others)
             engine_kwargs.update(options, additional_config={**others, **options["additional_config"]})
 
     def _get_worker_extension_cls(self) -> str:

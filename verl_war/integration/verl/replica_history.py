@@ -1,7 +1,8 @@
 """What a replica's server does for the history that its engine drafts from: ageing, exchange with others, files.
 
-All of it goes through `collective_rpc`, which the engine runs between two of its steps; calls are short, and text of
-other replicas and files are worked off by a thread of the worker.
+All of it goes through `collective_rpc`, which the engine runs between two of its steps. While turns are generated these
+calls are short: a thread of the worker takes in other replicas' text and writes files. Reading a file and forgetting
+old text take longer; the first happens before any request, the second when the weights change.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ray.exceptions import RayError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl_war.core.config import SpeculationConfig
-from verl_war.core.speculation_limits import SpeculationLimits
+from verl_war.core.speculation_limits import SPECULATION_KEY, SpeculationLimits
 from verl_war.integration.verl.failures import cause_of
 
 logger = logging.getLogger(__name__)
@@ -63,14 +64,22 @@ class ReplicaHistory:
         """Take up the history of an earlier run, if there is one: the replica's own or else another's.
 
         Raises:
+            RuntimeError: The directory cannot be used.
             Exception: As vLLM passes on the worker's error: the file is damaged and `history_on_damage=error`, or of
                 another tokenizer or model.
         """
         if self._config.history_dir is None:
             return
-        Path(self._config.history_dir).mkdir(parents=True, exist_ok=True)
-        files = [self._file(), *sorted(Path(self._config.history_dir).glob("replica_*.history"))]
-        found = next((path for path in files if path.is_file()), None)
+        directory = Path(self._config.history_dir)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            files = [self._file(), *sorted(directory.glob("replica_*.history"))]
+            found = next((path for path in files if path.is_file()), None)
+        except OSError as error:
+            raise RuntimeError(
+                f"{SPECULATION_KEY}.history_dir={self._config.history_dir!r} cannot be used ({error}); expected a "
+                f"directory that the servers of all nodes can write to, or null"
+            ) from error
         if found is not None:
             texts = await self._call("war_history_load", str(found), self._config.history_on_damage)
             logger.warning("replica %d: history of %d texts taken up from %s", self._rank, max(texts), found)
@@ -88,6 +97,7 @@ class ReplicaHistory:
     def share_with(self, peers: Sequence[Any]) -> None:
         """Send new text to these servers from now on."""
         self._peers = list(peers)
+        self._sending = {peer: task for peer, task in self._sending.items() if peer in self._peers}
         if self._peers and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._share())
             self._task.add_done_callback(_log_failure)
@@ -101,7 +111,10 @@ class ReplicaHistory:
             await asyncio.sleep(SHARE_EVERY_S)
             batches = [batch for batch in await self._call("war_history_take", MAX_BATCH_BYTES) if batch]
             for batch in batches:
-                self._send(ray.put(batch))
+                try:
+                    self._send(await asyncio.to_thread(ray.put, batch))
+                except RayError as error:  # the object store is full: this text is not sent
+                    logger.debug("history was not sent (%s)", cause_of(error))
 
     def _send(self, batch: Any) -> None:
         """Without waiting, and nothing to a server that has not taken the last batch: it is late or broken."""

@@ -61,8 +61,9 @@ class WarRouter:
         self._mailboxes: dict[str, Mailbox] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._speculation = SpeculationReport()
+        self._told_peers: dict[str, list[str]] = {}
         self._owners = Owners(self._on_owner_dead)
-        self._health = ReplicaHealth(0.0, self._on_snapshot, self._on_missing, self._on_down, self._join_pool)
+        self._health = ReplicaHealth(0.0, self._on_snapshot, self._on_missing, self._on_down, self._on_up)
 
     async def configure(self, config: WarConfig, full_determinism: bool) -> None:
         """Start deciding with these settings. Called once, before the first turn.
@@ -83,7 +84,7 @@ class WarRouter:
             self._manager, config.failures.turn_deadline_s, self._may_return, self._may_fill, self._mailbox_of
         )
         hang_s = config.failures.replica_hang_s
-        self._health = ReplicaHealth(hang_s, self._on_snapshot, self._on_missing, self._on_down, self._join_pool)
+        self._health = ReplicaHealth(hang_s, self._on_snapshot, self._on_missing, self._on_down, self._on_up)
         for replica_id, server in self._pool.servers.items():
             self._health.add(replica_id, server)
             self._turns.deliver(self._manager.on_replica_up(replica_id, time.monotonic()))
@@ -213,11 +214,14 @@ class WarRouter:
         verl calls for them once a step, right after it has updated the weights of all replicas.
         """
         manager = self._require_manager()
-        await self._health.read_all(self._config.metrics_timeout_s)
+        # At the same time: whoever asks waits for little more than one time-out.
+        _, speculation = await asyncio.gather(
+            self._health.read_all(self._config.metrics_timeout_s), self._speculation_stats()
+        )
         manager.on_weights_updated(time.monotonic())
         metrics = manager.report()
         if self._config.speculation.enabled:
-            metrics |= self._speculation.report(await self._speculation_stats())
+            metrics |= self._speculation.report({name: speculation.get(name) for name in self._pool.servers})
         if self._journal is not None:
             await self._journal.write()
         return metrics
@@ -236,6 +240,7 @@ class WarRouter:
             self._handles[replica_id] = server
             if self._manager is None or self._health.add(replica_id, server):
                 self._join_pool(replica_id)
+        self._tell_peers()
         logger.info("replicas %s joined the pool: %d in all", list(servers), len(self._pool.servers))
 
     async def remove_servers(self, server_ids: list[str]) -> None:
@@ -243,6 +248,7 @@ class WarRouter:
         for replica_id in server_ids:
             self._health.remove(replica_id)
             self._leave_pool(replica_id, is_lost=False)
+        self._tell_peers()
         logger.info("replicas %s left the pool: %d remain", server_ids, len(self._pool.servers))
 
     async def get_all_servers(self) -> list[str]:
@@ -275,8 +281,8 @@ class WarRouter:
         return self._config.scheduling.enabled or self._config.admission.enabled
 
     async def _speculation_stats(self) -> dict[str, dict[str, Any] | None]:
-        """Counters of every replica in the pool; None for one that gives none in time."""
-        servers = self._pool.servers
+        """Counters of every replica in the pool; None for one that gives none in time. Empty without speculation."""
+        servers = self._pool.servers if self._config.speculation.enabled else {}
         calls = {name: asyncio.ensure_future(server.war_speculation_stats.remote()) for name, server in servers.items()}
         if calls:
             await asyncio.wait(calls.values(), timeout=self._config.metrics_timeout_s)
@@ -288,14 +294,17 @@ class WarRouter:
         return stats
 
     def _tell_peers(self) -> None:
-        """Tell every replica whom to send its history to: the next ones in the order of joining."""
-        count = self._config.speculation.share_peers
-        if not self._config.speculation.enabled or count == 0:
+        """Tell replicas whom to send history to, where that changed: the next ones in the order of joining."""
+        speculation = self._config.speculation
+        if self._manager is None or not speculation.enabled or speculation.share_peers == 0:
             return
-        servers = list(self._pool.servers.values())
-        for number, server in enumerate(servers):
-            others = servers[number + 1 :] + servers[:number]
-            server.war_share_with.remote(others[:count])
+        names = list(self._pool.servers)
+        peers = {name: (names[n + 1 :] + names[:n])[: speculation.share_peers] for n, name in enumerate(names)}
+        peers |= {name: [] for name in self._told_peers if name not in peers}  # who left sends nothing any more
+        for name, others in peers.items():
+            if self._told_peers.get(name) != others:
+                self._handles[name].war_share_with.remote([self._handles[other] for other in others])
+        self._told_peers = {name: others for name, others in peers.items() if others}
 
     def _mailbox_of(self, owner: str) -> Mailbox:
         mailbox = self._mailboxes.get(owner)
@@ -320,7 +329,6 @@ class WarRouter:
         servers = {**self._pool.servers, replica_id: self._handles[replica_id]}
         self._pool = replace(self._pool, version=self._pool.version + 1, servers=servers)
         if self._manager is not None:
-            self._tell_peers()
             self._deliver(self._manager.on_replica_up(replica_id, time.monotonic()))
 
     def _leave_pool(self, replica_id: str, is_lost: bool) -> None:
@@ -328,13 +336,17 @@ class WarRouter:
         is_elastic = self._pool.is_elastic or not is_lost
         self._pool = replace(self._pool, version=self._pool.version + 1, servers=servers, is_elastic=is_elastic)
         if self._manager is not None:
-            self._tell_peers()
             self._deliver(self._manager.on_replica_down(replica_id, time.monotonic(), is_lost))
 
     def _on_down(self, replica_id: str) -> None:
         for mailbox in self._mailboxes.values():
             mailbox.put(Item(("lost", replica_id)))
         self._leave_pool(replica_id, is_lost=True)
+        self._tell_peers()
+
+    def _on_up(self, replica_id: str) -> None:
+        self._join_pool(replica_id)
+        self._tell_peers()
 
     def _on_snapshot(self, replica_id: str, snapshot: ReplicaSnapshot) -> None:
         self._deliver(self._require_manager().on_snapshot(replica_id, snapshot, time.monotonic()))

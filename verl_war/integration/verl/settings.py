@@ -73,7 +73,7 @@ def check_launch(config: DictConfig) -> WarConfig | None:
         "actor_rollout_ref.rollout.disaggregation.enabled", disaggregated, (False,), "WAR routes whole replicas only"
     )
     if war.speculation.enabled:
-        _check_speculation(rollout)
+        _check_speculation(rollout, war.speculation.history_dir)
     _check_model_path(config.actor_rollout_ref.model.path)
     _check_lengths(config)
     return war
@@ -85,7 +85,16 @@ def _require(key: str, value: Any, allowed: tuple[Any, ...], remedy: str) -> Non
         raise ValueError(f"{key}={value!r} does not go with {ROOT_KEY}; allowed: {expected} ({remedy})")
 
 
-def _check_speculation(rollout: DictConfig) -> None:
+def _check_speculation(rollout: DictConfig, history_dir: str | None) -> None:
+    if history_dir is not None and not Path(history_dir).is_absolute():
+        raise ValueError(
+            f"{ROOT_KEY}.speculation.history_dir={history_dir!r} is relative, to another directory in every process; "
+            f"expected an absolute path that all nodes see"
+        )
+    for name in ("data_parallel_size", "engine_kwargs.vllm.data_parallel_size"):
+        size = OmegaConf.select(rollout, name, default=1) or 1
+        remedy = "use more replicas instead, or set speculation.enabled=False"
+        _require(f"actor_rollout_ref.rollout.{name}", size, (1,), f"vLLM answers for one engine of several; {remedy}")
     own = OmegaConf.select(rollout, "engine_kwargs.vllm.speculative_config", default=None)
     key = "actor_rollout_ref.rollout"
     remedy = "drop it, or set speculation.enabled=False"

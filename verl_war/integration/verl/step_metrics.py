@@ -30,7 +30,8 @@ def attach(router: Any, config: WarConfig, full_determinism: bool) -> None:
 def consume() -> dict[str, float]:
     """`war/*` metrics since the last call; empty when this run does not use WAR.
 
-    A router that Ray has started again knows nothing of this step, so some of its numbers are too small.
+    A router that Ray has started again knows nothing of this step, so some of its numbers are too small; those of
+    speculation it counts from the start of the engines.
 
     Raises:
         ray.exceptions.RayError: The router is gone for good, or did not answer in time.

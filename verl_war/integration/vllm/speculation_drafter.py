@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 
 from verl_war.core.config_parsing import parse
-from verl_war.core.history_config import HISTORY_KEY, HistoryConfig
+from verl_war.core.history_config import HISTORY_KEY, SHARE_BYTES_PER_S, HistoryConfig
 from verl_war.core.speculation_limits import SpeculationLimits, change_limits
 from verl_war.history.store import HistoryStore
 from verl_war.integration.vllm.speculation import Speculation, StepInput
@@ -21,9 +21,6 @@ from verl_war.integration.vllm.speculation_exchange import HistoryExchange
 from verl_war.integration.vllm.speculation_text import LiveRequest, describe
 
 logger = logging.getLogger(__name__)
-
-SHARE_BYTES_PER_S = 4_000_000
-"""Text sent to other replicas: 2 million tokens a second, more than a replica generates."""
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 """What decides which text a token id stands for."""
@@ -74,13 +71,18 @@ class Drafter:
         self.drafts_here = get_tp_group().rank_in_group == 0
         self._runner: Any = None
 
+    @property
+    def is_active(self) -> bool:
+        """Whether this worker drafts; after an error its text is neither added to nor aged."""
+        return self.drafts_here and not self.disabled
+
     def attach(self, runner: Any) -> None:
         """Called by the model runner before every proposal; it holds the requests' sampling parameters."""
         self._runner = runner
 
     def propose(self, max_tokens: int, input_batch: Any, sampled: list[list[int]]) -> list[list[int]]:
         """Drafts for every row of the batch; none, for good, after the first error in drafting."""
-        if self.disabled or not self.drafts_here:
+        if not self.is_active:
             return [[] for _ in sampled]
         try:
             return self.speculation.step(self._step_input(input_batch, sampled), max_tokens)

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 from verl_war.history import persistence
-from verl_war.history.persistence import HistoryError
 from verl_war.history.sharing import Inbox, Outbox
 from verl_war.history.store import HistoryStore
 
@@ -62,7 +61,7 @@ class HistoryExchange:
         try:
             self._jobs.put_nowait(Path(path))
         except queue.Full:
-            self.failed_saves += 1
+            self._fail_save(path, f"{MAX_WAITING_BATCHES} batches of other replicas wait to be taken in")
 
     def stats(self) -> dict[str, int]:
         """Counters since the start."""
@@ -88,7 +87,7 @@ class HistoryExchange:
     def _receive(self, batch: bytes) -> None:
         try:
             self._inbox.apply(batch)
-        except (HistoryError, ValueError, MemoryError):
+        except Exception:  # the thread must live on, and text of other replicas is only an offer
             if self.refused_batches == 0:
                 logger.exception("history of another replica cannot be used; this and later ones are counted")
             self.refused_batches += 1
@@ -96,7 +95,10 @@ class HistoryExchange:
     def _save(self, path: Path) -> None:
         try:
             self.saved_bytes = persistence.save(self._store, path)
-        except (OSError, MemoryError):
-            if self.failed_saves == 0:
-                logger.exception("the history cannot be saved to %s; this and later failures are counted", path)
-            self.failed_saves += 1
+        except Exception as error:  # the thread must live on; drafts do not need the file
+            self._fail_save(path, error)
+
+    def _fail_save(self, path: str | Path, cause: object) -> None:
+        if self.failed_saves == 0:
+            logger.error("the history cannot be saved to %s (%s); this and later failures are counted", path, cause)
+        self.failed_saves += 1

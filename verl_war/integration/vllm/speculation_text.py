@@ -196,7 +196,7 @@ class TrajectoryTexts:
 
     def _open_segment(self, request: LiveRequest) -> None:
         key = stable_id(request.name)
-        if key in self.index:  # known from an earlier turn, from before a preemption, or from another replica
+        if key in self.index:  # known from an earlier turn or from before a preemption
             group, context = self.index.info(key).group, request.context()
         else:
             group, context = request.group, request.prompt

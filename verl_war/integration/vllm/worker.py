@@ -42,18 +42,18 @@ class SpeculationCalls:
     def war_history_take(self, max_bytes: int) -> bytes:
         """New text for other replicas' histories, at most `max_bytes`; empty when there is none."""
         drafter = drafter_of(self.model_runner)
-        return drafter.exchange.take(max_bytes) if drafter is not None and drafter.drafts_here else b""
+        return drafter.exchange.take(max_bytes) if drafter is not None and drafter.is_active else b""
 
     def war_history_apply(self, batch: bytes) -> None:
         """Text that another replica's `war_history_take` gave; read in beside the decode path."""
         drafter = drafter_of(self.model_runner)
-        if drafter is not None and drafter.drafts_here:
+        if drafter is not None and drafter.is_active:
             drafter.exchange.apply(batch)
 
     def war_history_save(self, path: str) -> None:
         """Write all text to a file, beside the decode path; an error is logged and counted in the statistics."""
-        drafter = self._drafter()
-        if drafter.drafts_here:
+        drafter = drafter_of(self.model_runner)
+        if drafter is not None and drafter.is_active:
             drafter.exchange.save(path)
 
     def war_history_load(self, path: str, on_damage: OnDamage = "error") -> int:
@@ -64,8 +64,8 @@ class SpeculationCalls:
         """
         from verl_war.history import persistence
 
-        drafter = self._drafter()
-        return persistence.load(drafter.store, path, on_damage) if drafter.drafts_here else 0
+        drafter = drafter_of(self.model_runner)
+        return persistence.load(drafter.store, path, on_damage) if drafter is not None and drafter.drafts_here else 0
 
     def _drafter(self) -> Drafter:
         drafter = drafter_of(self.model_runner)
