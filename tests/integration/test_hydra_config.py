@@ -33,7 +33,6 @@ def plain(config):
 def test_recipes_compose_and_pass_the_launch_check(recipe, algorithm, machine, tmp_path):
     from verl.trainer.ppo.utils import need_critic
 
-    from verl_war.core.config import WarConfig
     from verl_war.integration.verl.settings import check_launch
 
     machine_override = f"machine={machine}"
@@ -42,7 +41,8 @@ def test_recipes_compose_and_pass_the_launch_check(recipe, algorithm, machine, t
     war = compose(recipe, algorithm, machine_override, model, "rollout@actor_rollout_ref.rollout=war")
     assert need_critic(stock) == (algorithm == "ppo")
     assert check_launch(stock) is None
-    assert check_launch(war) == WarConfig()
+    settings = check_launch(war)
+    assert settings.speculation.enabled and settings.scheduling.enabled and settings.admission.enabled
 
 
 MAX_POSITIONS = {"Qwen/Qwen3-8B": 40960, "Qwen/Qwen3-32B": 40960}
