@@ -143,6 +143,7 @@ async def replay(arm: str, servers: dict[str, Any], specs: Sequence[TrajectorySp
     before = await read(servers)
     router, client = make_client(arm, servers, settings)
     done = Replayed()
+    await router.__ray_ready__.remote()  # its process starts up for seconds, in both arms
     if arm != "stock":
         await router.join.remote(client.war_config, False, "replay", None, None)
         await router.begin_step.remote(0, len(specs), sum(spec.group_id == specs[0].group_id for spec in specs))
