@@ -59,3 +59,18 @@ def test_removing_twice_counts_once():
     fleet.remove_replica("a")
     fleet.remove_replica("never")
     assert fleet.pool_size == 0 and fleet.least_loaded(3) == []
+
+
+@pytest.mark.parametrize(
+    ("trajectories", "group_size", "replicas", "chunk"),
+    [(32, 8, 8, 2), (64, 8, 8, 4), (512, 8, 8, 8), (16, 8, 8, 1), (4, 1, 8, 1), (0, 8, 8, 1), (64, 8, 0, 8)],
+)
+def test_siblings_are_spread_when_few_and_stay_together_when_many(trajectories, group_size, replicas, chunk):
+    from verl_war.core.groups import GroupPlacement
+
+    fleet = Fleet()
+    for number in range(replicas):
+        fleet.add_replica(f"r{number}")
+    groups = GroupPlacement(fleet)
+    groups.on_step_begin(trajectories, group_size)
+    assert groups.chunk_size == chunk

@@ -20,8 +20,9 @@ class GroupPlacement:
 
     One sibling at a time would be placed best on the emptiest replica, which in the end puts every prompt on every
     replica. So the first of a chunk is placed by price, the room of the others is reserved there, and they follow.
-    A chunk is as large as a replica's fair share of the step, at most the group: with few trajectories siblings are
-    spread to decode in small batches, with many a group stays together.
+    A chunk is as large as half a replica's fair share of the step, at most the group: with few trajectories siblings,
+    which are about equally long, are spread over the fleet; with many a group stays together. In the simulator a
+    whole share costs 2% at 4 trajectories per replica, and a quarter gains nothing.
     """
 
     fleet: Fleet
@@ -32,7 +33,7 @@ class GroupPlacement:
         """A step of so many trajectories begins, `group_size` of each prompt."""
         self.clear()
         replicas = max(1, len(self.fleet.pool()))
-        self.chunk_size = max(1, min(group_size, num_trajectories // replicas))
+        self.chunk_size = max(1, min(group_size, num_trajectories // (2 * replicas)))
 
     def replica_of(self, group_id: str) -> Replica | None:
         """Where the next sibling is expected; None when its chunk is complete or its replica has left."""
