@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,11 @@ for name in ("train.parquet", "val.parquet"):
 with (out / "starts").open("a") as file:
     file.write("x")
 """
+
+
+def take_ctrl_c():
+    """Whoever runs the tests in the background may have them ignore Ctrl-C; the user at a terminal does not."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture
@@ -83,7 +89,11 @@ def start_compare(repo, tmp_path):
         options = ["--steps", "4", "--memory-gb", "0", "--out", str(tmp_path / "out"), *arguments]
         with log.open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, "-c", code, *options], cwd=repo, stdout=output, stderr=subprocess.STDOUT
+                [sys.executable, "-c", code, *options],
+                cwd=repo,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=take_ctrl_c,
             )
         started.append(process)
         return process

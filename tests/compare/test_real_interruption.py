@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.compare.conftest import ROOT, is_running
+from tests.compare.conftest import ROOT, is_running, take_ctrl_c
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
@@ -30,8 +30,7 @@ def start(out):
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # Whoever runs the tests in the background may have them ignore Ctrl-C; the user at a terminal does not.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=take_ctrl_c,
         )
 
 
