@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from tests.integration.conftest import ADMISSION, until
@@ -266,10 +267,10 @@ async def test_all_turns_of_a_conversation_name_its_first_prompt(make_rig):
     for trajectory in ("a", "b"):
         identity = TrajectoryIdentity(trajectory_id=trajectory, group_id="uid", policy_step=4, validate=False)
         token = current_trajectory.set(identity)
-        for prompt in (PROMPT, [*PROMPT, 5, 6, 7]):
+        for prompt in (np.array(PROMPT), [*PROMPT, 5, 6, 7]):  # verl's client takes arrays and tensors, too
             await generate(client, session=trajectory, prompt=prompt)
             groups.append(rig.servers["r0"].target.served[-1]["sampling"]["extra_args"]["war"]["group"])
-        await generate(client, session=f"{trajectory}-other", prompt=[1, 2, 3])
+        await generate(client, session=f"{trajectory}-other", prompt=[9, *PROMPT[1:]])
         assert rig.servers["r0"].target.served[-1]["sampling"]["extra_args"]["war"]["group"] != groups[0]
         current_trajectory.reset(token)
     assert len(set(groups)) == 1

@@ -120,9 +120,10 @@ class WarLLMServerClient(LLMServerClient):
             **{name: value for name, value in optional.items() if value is not None},
             **kwargs,
         }
-        turn = self._describe(request_id, normalize_token_ids(prompt_ids), priority)
+        token_ids = normalize_token_ids(prompt_ids)
+        turn = self._describe(request_id, token_ids, priority)
         if self.war_config.speculation.enabled:
-            request["sampling_params"] = _with_identity(sampling_params, turn, prompt_ids)
+            request["sampling_params"] = _with_identity(sampling_params, turn, token_ids)
         retries = self.war_config.failures.retries
         for attempt in range(retries + 1):
             replica_id, server, priority = await self._acquire_server(request_id, turn=turn)
@@ -216,7 +217,7 @@ def war_client_of(stock: LLMServerClient) -> WarLLMServerClient:
     )
 
 
-def _with_identity(sampling_params: dict[str, Any], turn: Turn, prompt_ids: Sequence[int]) -> dict[str, Any]:
+def _with_identity(sampling_params: dict[str, Any], turn: Turn, token_ids: Sequence[int]) -> dict[str, Any]:
     """The same parameters, telling the engine's drafter which conversation this turn goes on with.
 
     Raises:
@@ -232,7 +233,7 @@ def _with_identity(sampling_params: dict[str, Any], turn: Turn, prompt_ids: Sequ
     identity = current_trajectory.get()
     if identity is not None:
         if turn.session_id not in identity.prompt_digests:
-            digest = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=8)
+            digest = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8)
             identity.prompt_digests[turn.session_id] = digest.hexdigest()
         told["group"] = identity.prompt_digests[turn.session_id]
     extra_args = {**(sampling_params.get("extra_args") or {}), EXTRA_ARGS_KEY: told}
