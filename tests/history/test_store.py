@@ -24,7 +24,9 @@ def store(fingerprint="qwen-a", vocab_size=VOCAB, **config):
 def play(history, key, group, step, tokens, prompt=20, reward=None):
     history.begin(key, group, step, tokens[:prompt])
     history.append(key, tokens[prompt:])
-    return history.finish(key, reward)
+    if reward is not None:
+        history.set_reward(key, reward)
+    return history.finish(key)
 
 
 BAD_SETTINGS = [

@@ -99,6 +99,9 @@ class FakeServer:
     async def war_share_with(self, peers):
         self.peers = peers
 
+    async def war_history_reward(self, session_id, reward):
+        pass
+
     async def war_speculation_stats(self):
         while self.is_mute:
             await asyncio.sleep(0.01)

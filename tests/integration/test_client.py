@@ -64,6 +64,25 @@ async def test_a_turn_is_described_placed_reported_and_returned(make_rig, kind):
     assert call["request_id"] != "session", "each turn is a request of its own to vLLM"
 
 
+async def test_rewards_go_to_the_servers_that_hold_the_text(make_rig):
+    from verl_war.integration.verl.client import TrajectoryIdentity, current_trajectory
+
+    rig = make_rig(2, {"speculation": {"enabled": True}})
+    client = rig.client()
+    for validate in (False, True):
+        identity = TrajectoryIdentity(trajectory_id=f"uid_{validate}", group_id="uid", policy_step=4, validate=validate)
+        token = current_trajectory.set(identity)
+        try:
+            for session in ("first", "second", "first"):
+                await generate(client, session=f"{session} {validate}")
+        finally:
+            current_trajectory.reset(token)
+        client.note_reward(identity, 0.5)
+    told = {name: [args for call, args, _ in server.calls if call == "war_history_reward"]
+            for name, server in rig.servers.items()}  # fmt: skip
+    assert sorted(sum(told.values(), [])) == [("first False", 0.5), ("second False", 0.5)]
+
+
 async def test_without_identity_the_session_stands_for_the_trajectory(make_rig):
     rig = make_rig()
     await generate(rig.client())

@@ -161,7 +161,7 @@ def test_siblings_and_earlier_steps_draft():
     engine.add("b", prompt, answer, war("t2", group=None))
     engine.run()
     assert engine.speculation.report()["source/siblings/accepted_tokens"] > 40
-    engine.speculation.on_policy_step(2)
+    engine.speculation.on_policy_step(2, {})
     engine.add("c", prompt, answer, war("t3", group=None, step=2))
     engine.run()
     assert engine.speculation.report()["source/earlier_steps/accepted_tokens"] > 40
@@ -389,14 +389,25 @@ def test_weight_update_closes_idle_segments_and_forgets_old_steps():
     engine = Engine()
     engine.add("a", tokens(1, 20), tokens(2, 20), war("t", step=1))
     engine.run()
-    engine.speculation.on_policy_step(2)
+    engine.speculation.on_policy_step(2, {})
     assert engine.index.info(history.stable_id("t")).live, "it may be in a tool call"
     assert kept(engine, "t") == engine.text("a")
-    engine.speculation.on_policy_step(3)
+    engine.speculation.on_policy_step(3, {})
     assert not engine.index.info(history.stable_id("t")).live
-    engine.speculation.on_policy_step(9)
+    engine.speculation.on_policy_step(9, {})
     engine.index.collect()
     assert len(engine.index) == 0
+
+
+def test_rewards_reach_the_text_that_they_belong_to():
+    engine = Engine()
+    engine.add("a", tokens(1, 20), tokens(2, 20), war("t", step=1))
+    engine.run()
+    engine.speculation.on_policy_step(2, {"t": 0.75, "never seen": 1.0})  # before its text is finished
+    assert engine.store.reward(history.stable_id("t")) == 0.75
+    engine.speculation.on_policy_step(3, {})
+    assert engine.store.reward(history.stable_id("t")) == 0.75
+    assert not engine.index.info(history.stable_id("t")).live
 
 
 def test_requests_that_go_on_over_a_weight_update_keep_their_segment():
@@ -405,7 +416,7 @@ def test_requests_that_go_on_over_a_weight_update_keep_their_segment():
     for step in range(2, 5):
         for _ in range(5):
             engine.step()
-        engine.speculation.on_policy_step(step)
+        engine.speculation.on_policy_step(step, {})
     engine.run()
     flush(engine)
     assert kept(engine, "t") == engine.text("a") and len(engine.index) == 1

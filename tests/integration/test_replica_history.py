@@ -102,7 +102,9 @@ async def test_a_policy_step_ages_and_now_and_then_saves(history, tmp_path):
     await it.load()
     for step in range(5):
         await it.on_policy_step(step)
-    assert it._engine.named("war_policy_step") == [(step,) for step in range(5)]
+        it.note_reward(f"conversation {step}", 0.5)
+    told = [{}, *({f"conversation {step}": 0.5} for step in range(4))]
+    assert it._engine.named("war_policy_step") == list(enumerate(told))
     path = str(tmp_path / "new" / "dir" / "replica_3.history")
     assert it._engine.named("war_history_save") == [(path,), (path,)] and not it._engine.named("war_history_load")
 

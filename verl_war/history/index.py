@@ -304,10 +304,6 @@ class HistoryIndex:
         """
         return Deltas(*self._native.take_new(max_tokens, max_rows))
 
-    def resend(self, key: int, start: int) -> bool:
-        """Have `take_new` give a segment's text again from this offset on; False when that is not kept."""
-        return self._native.resend(key, start)
-
     def ingest(self, deltas: Deltas) -> Int32s:
         """Take in text of another replica, without the GIL, behind the decode path, in slices of under 1 ms.
 

@@ -103,7 +103,7 @@ class HistoryStore:
         """Add generated text; returns the trajectory's new length. See `HistoryIndex.extend`."""
         return self.index.extend(key, tokens, start)
 
-    def finish(self, key: int, reward: float | None = None) -> bool:
+    def finish(self, key: int) -> bool:
         """A trajectory ended. Returns whether its text is kept.
 
         Raises:
@@ -117,14 +117,13 @@ class HistoryStore:
             if kept is None:
                 return True
             kept.finished = True
-            kept.reward = NO_REWARD if reward is None else float(reward)
             if length - kept.prompt_tokens < self.config.min_kept_tokens:
                 self._drop(key, "too_short")
                 return False
         return True
 
     def set_reward(self, key: int, reward: float) -> None:
-        """The reward of a finished trajectory, where it comes later; unknown keys are ignored (evicted meanwhile)."""
+        """What a trajectory was worth, before or after its text is finished. Unknown keys are ignored: evicted."""
         with self._lock:
             if key in self._kept:
                 self._kept[key].reward = float(reward)
@@ -178,7 +177,7 @@ class HistoryStore:
             self.index.drop(key)
 
     def reward(self, key: int) -> float | None:
-        """Reward of a finished trajectory of this replica; None when unknown."""
+        """Reward of a trajectory of this replica; None when unknown."""
         kept = self._kept.get(key)
         return None if kept is None or kept.reward != kept.reward else kept.reward
 

@@ -112,9 +112,6 @@ void bind_exchange(py::class_<Index>& index) {
     index.def("take_new", &take_new)
         .def("ingest", &ingest)
         .def("restore", &restore)
-        .def("resend", [](Index& index, int64_t key, int64_t from) {
-            return guarded(index, [&] { return index.resend(key, from); });
-        })
         .def("retire", [](Index& index, int64_t key) { guarded(index, [&] { index.retire(key); }); });
 }
 

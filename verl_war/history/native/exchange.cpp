@@ -31,16 +31,6 @@ void Index::take_new(int64_t max_tokens, int64_t max_rows, Deltas& out) {
     }
 }
 
-bool Index::resend(int64_t key, int64_t from) {
-    if (!contains(key)) return false;
-    Segment& segment = segments_[slot_of(key)];
-    const int64_t at = from - segment.origin;
-    if (segment.remote || at < segment.first || at > segment.length) return false;
-    segment.sent = at;
-    segment.end_sent = false;
-    return true;
-}
-
 Ingested Index::prepare_ingest(int64_t key, int64_t group, int64_t step, int64_t start, const int32_t* tokens,
                                int64_t count, int64_t& fresh) {
     fresh = count;

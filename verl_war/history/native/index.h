@@ -114,8 +114,6 @@ public:
     // exchange.cpp
     // Text of this replica's segments that was not taken yet.
     void take_new(int64_t max_tokens, int64_t max_rows, Deltas& out);
-    // Take again from this offset of the trajectory; false when it is not kept.
-    bool resend(int64_t key, int64_t from);
     // Makes room for one row of another replica's text; the last `fresh` of its tokens are then to be appended. Text that
     // does not continue what is known begins a new segment.
     Ingested prepare_ingest(int64_t key, int64_t group, int64_t step, int64_t start, const int32_t* tokens,

@@ -45,6 +45,10 @@ class WarAgentLoopWorker(_AgentLoopWorkerTQ):  # type: ignore[misc, valid-type]
         # The rollout is over here: scoring and storing need no KV cache.
         self.llm_client.end_trajectory(f"{kwargs['uid']}_{kwargs['session_id']}", failed=False)
         await super()._agent_loop_postprocess(output, validate, **kwargs)
+        outputs = output if isinstance(output, list) else [output]
+        identity = current_trajectory.get()
+        if outputs and identity is not None and outputs[-1].reward_score is not None:
+            self.llm_client.note_reward(identity, float(outputs[-1].reward_score))
 
 
 class WarAgentLoopManager(AgentLoopManagerTQ):

@@ -54,6 +54,8 @@ class TrajectoryIdentity:
     validate: bool
     prompt_digests: dict[str, str] = field(default_factory=dict, compare=False)
     """Conversation -> digest of its first prompt, by which siblings of all steps know each other."""
+    servers: dict[str, Any] = field(default_factory=dict, compare=False)
+    """Conversation -> server of its last turn, whose history holds its text."""
 
 
 current_trajectory: contextvars.ContextVar[TrajectoryIdentity | None] = contextvars.ContextVar(
@@ -89,6 +91,12 @@ class WarLLMServerClient(LLMServerClient):
     def end_trajectory(self, trajectory_id: str, failed: bool) -> None:
         """Tell the router that a trajectory ended. Does not wait."""
         self.link.end_trajectory(trajectory_id, failed)
+
+    def note_reward(self, identity: TrajectoryIdentity, reward: float) -> None:
+        """Tell the servers that hold a trajectory's text what it was worth. Does not wait."""
+        if self.war_config.speculation.enabled and not identity.validate:
+            for session_id, server in identity.servers.items():
+                server.war_history_reward.remote(session_id, reward)
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any, int]:
         return await self.link.acquire(extra["turn"])
@@ -132,6 +140,9 @@ class WarLLMServerClient(LLMServerClient):
             except TURN_ERRORS as error:
                 await self._on_turn_error(turn, replica_id, error, attempt)
                 continue
+            identity = current_trajectory.get()
+            if identity is not None:
+                identity.servers[request_id] = server
             global_steps = output.extra_fields.get("global_steps")
             output.extra_fields.setdefault("min_global_steps", global_steps)
             output.extra_fields.setdefault("max_global_steps", global_steps)

@@ -98,6 +98,11 @@ class WarHttpServer(vLLMHttpServer):
         if self._history is not None:
             await self._history.apply(batch)
 
+    async def war_history_reward(self, session_id: str, reward: float) -> None:
+        """What a conversation of this replica was worth."""
+        if self._history is not None:
+            self._history.note_reward(session_id, reward)
+
     async def war_speculation_stats(self) -> dict[str, Any] | None:
         """Counters of speculation; None when this engine does not speculate.
 

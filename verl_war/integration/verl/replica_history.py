@@ -59,6 +59,7 @@ class ReplicaHistory:
         self._peers: list[Any] = []
         self._sending: dict[Any, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
+        self._rewards: dict[str, float] = {}
 
     async def load(self) -> None:
         """Take up the history of an earlier run, if there is one: the replica's own or else another's.
@@ -86,9 +87,14 @@ class ReplicaHistory:
 
     async def on_policy_step(self, step: int) -> None:
         """The engine has the weights of policy step `step`."""
-        await self._call("war_policy_step", step)
+        rewards, self._rewards = self._rewards, {}
+        await self._call("war_policy_step", step, rewards)
         if self._config.history_dir is not None and step > 0 and step % self._config.history_save_steps == 0:
             await self._call("war_history_save", str(self._file()))
+
+    def note_reward(self, session_id: str, reward: float) -> None:
+        """What a conversation was worth; passed on with the next policy step, when it is decided what stays."""
+        self._rewards[session_id] = reward
 
     async def stats(self) -> dict[str, Any] | None:
         """Counters of speculation; see `Speculation.report`."""

@@ -89,14 +89,20 @@ class Speculation:
         """
         self.planner.set_limits(change_limits(self.limits, params))
 
-    def on_policy_step(self, step: int) -> None:
-        """The weights are those of policy step ``step`` now: age what was measured, forget text that is too old."""
+    def on_policy_step(self, step: int, rewards: Mapping[str, float]) -> None:
+        """The weights are those of policy step ``step`` now: age what was measured, forget text that is too old.
+
+        Args:
+            step: verl's `global_steps`.
+            rewards: What trajectories of the step before were worth, by name, as far as it is known.
+        """
         self.planner.on_weights_updated()
         for request in self._live.values():  # who has finished meanwhile is not known before the next step
             self.texts.leave(request)
         self._live, self._req_ids, self._pending, self._steady = {}, [], {}, False
         self.texts.work_off(float("inf"), self._clock)
         self.texts.finish_idle()
+        self.texts.set_rewards(rewards)
         self.store.on_step(step)
 
     def step(self, step: StepInput, max_tokens: int) -> list[list[int]]:

@@ -106,12 +106,12 @@ class Drafter:
             self.disabled = ""
             self.speculation = Speculation(self.store, self.speculation.limits)
 
-    def on_policy_step(self, step: int) -> None:
-        """The weights are those of policy step `step` from now on."""
+    def on_policy_step(self, step: int, rewards: Mapping[str, float]) -> None:
+        """The weights are those of policy step `step` from now on; see `Speculation.on_policy_step`."""
         if self.disabled:
             return
         try:
-            self.speculation.on_policy_step(step)
+            self.speculation.on_policy_step(step, rewards)
         except Exception as error:  # as in `propose`
             self._disable(error)
 

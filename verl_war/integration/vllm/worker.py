@@ -33,11 +33,14 @@ class SpeculationCalls:
         drafter = drafter_of(self.model_runner)
         return None if drafter is None else drafter.report()
 
-    def war_policy_step(self, step: int) -> None:
-        """The weights are those of policy step `step` from now on; what is older than the window is forgotten."""
+    def war_policy_step(self, step: int, rewards: dict[str, float]) -> None:
+        """The weights are those of policy step `step` from now on; what is older than the window is forgotten.
+
+        `rewards` are those of the trajectories that ended meanwhile, by the name their turns told.
+        """
         drafter = drafter_of(self.model_runner)
         if drafter is not None:
-            drafter.on_policy_step(step)
+            drafter.on_policy_step(step, rewards)
 
     def war_history_take(self, max_bytes: int) -> bytes:
         """New text for other replicas' histories, at most `max_bytes`; empty when there is none."""
