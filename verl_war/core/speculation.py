@@ -137,6 +137,8 @@ class DraftPlanner:
         """New limits; they count from the next step on."""
         self.limits = limits
         self._decisions.clear()
+        if limits.mode == "off":
+            self._enter("high", 0, 0.0)
 
     def on_weights_updated(self) -> None:
         """Half-forget acceptance: another policy generates from now on."""

@@ -40,7 +40,7 @@ class SpeculationLimits:
 
     mode: Mode = "auto"
     max_draft_tokens: int = 24
-    max_step_draft_tokens: int = 512
+    max_step_draft_tokens: int = 1024
     max_batch: int = 256
     min_token_prob: float = 0.1
     min_gain: float = 0.03

@@ -112,14 +112,17 @@ class Speculation:
             step: The step that has just been computed.
             max_tokens: Longest draft that the engine can take.
         """
-        now = self._clock()
         rows = len(step.req_ids)
+        if self.limits.mode == "off" and not self._pending:
+            self._rest(step)
+            return [[] for _ in range(rows)]
+        now = self._clock()
         same = step.req_ids == self._req_ids
         self._busy = same and rows > 0
         if not same:
             self._update_rows(step)
-        self._measure(step, rows, now, same)
         kv_tokens = float(step.num_tokens.sum())
+        self._measure(step, rows, kv_tokens, now, same)
         limit = 0 if self.watchdog.blocks(self.limits, now) else self.planner.lookup_limit(rows, kv_tokens, now)
         self._budget = limit = min(limit, max_tokens)
         drafts: list[list[int]] = [[] for _ in range(rows)]
@@ -169,6 +172,16 @@ class Speculation:
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
+    def _rest(self, step: StepInput) -> None:
+        """A step while switched off: text of requests that leave is read in, and that is all."""
+        if step.req_ids != self._req_ids:
+            self._update_rows(step)
+        self._budget, self._steady = 0, False
+        self._entered_s = self._clock()
+        if self.texts.backlog:
+            self.texts.work_off(self._entered_s + INGEST_S, self._clock)
+        self.counts.steps += 1
+
     def _update_rows(self, step: StepInput) -> None:
         """The batch changed: requests came, left or moved to other rows."""
         before, self._live = self._live, {}
@@ -192,7 +205,7 @@ class Speculation:
         self._limit_tokens = np.array([0 if r is None else r.limit_tokens for r in self._rows], dtype=np.int64)
         self._free_tokens = np.array([0 if r is None else r.free_tokens for r in self._rows], dtype=np.int64)
 
-    def _measure(self, step: StepInput, rows: int, now: float, same: bool) -> None:
+    def _measure(self, step: StepInput, rows: int, kv_tokens: float, now: float, same: bool) -> None:
         """Count what the step accepted and how long it took."""
         drafting_rows = draft_tokens = 0
         if self._pending:
@@ -216,7 +229,7 @@ class Speculation:
         if same and steady and self._steady:
             self.planner.observe_step(
                 rows=rows,
-                kv_tokens=float(step.num_tokens.sum()),
+                kv_tokens=kv_tokens,
                 drafting_rows=drafting_rows,
                 draft_tokens=draft_tokens,
                 seconds=seconds,
