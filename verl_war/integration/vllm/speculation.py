@@ -88,6 +88,8 @@ class Speculation:
             ValueError: A parameter is unknown or out of range; nothing changes then.
         """
         self.planner.set_limits(change_limits(self.limits, params))
+        if self.limits.mode == "off":
+            self._budget = 0
 
     def on_policy_step(self, step: int, rewards: Mapping[str, float]) -> None:
         """The weights are those of policy step ``step`` now: age what was measured, forget text that is too old.
@@ -105,6 +107,14 @@ class Speculation:
         self.texts.set_rewards(rewards)
         self.store.on_step(step)
 
+    def rests(self, req_ids: Sequence[str]) -> bool:
+        """Whether the step of these requests needs no call of `step`: switched off, and nothing to read in."""
+        if self.limits.mode != "off" or self._pending or self.texts.backlog or req_ids != self._req_ids:
+            return False
+        self._entered_s = self._clock()
+        self.counts.steps += 1
+        return True
+
     def step(self, step: StepInput, max_tokens: int) -> list[list[int]]:
         """Drafts for the coming step, one list per row; all empty when drafting does not pay.
 
@@ -112,11 +122,8 @@ class Speculation:
             step: The step that has just been computed.
             max_tokens: Longest draft that the engine can take.
         """
-        rows = len(step.req_ids)
-        if self.limits.mode == "off" and not self._pending:
-            self._rest(step)
-            return [[] for _ in range(rows)]
         now = self._clock()
+        rows = len(step.req_ids)
         same = step.req_ids == self._req_ids
         self._busy = same and rows > 0
         if not same:
@@ -171,16 +178,6 @@ class Speculation:
         self.planner.acceptance.observe_mix(counts, len(kinds))
 
     # -- one step -----------------------------------------------------------------------------------------------------
-
-    def _rest(self, step: StepInput) -> None:
-        """A step while switched off: text of requests that leave is read in, and that is all."""
-        if step.req_ids != self._req_ids:
-            self._update_rows(step)
-        self._budget, self._steady = 0, False
-        self._entered_s = self._clock()
-        if self.texts.backlog:
-            self.texts.work_off(self._entered_s + INGEST_S, self._clock)
-        self.counts.steps += 1
 
     def _update_rows(self, step: StepInput) -> None:
         """The batch changed: requests came, left or moved to other rows."""

@@ -82,7 +82,7 @@ class Drafter:
 
     def propose(self, max_tokens: int, input_batch: Any, sampled: list[list[int]]) -> list[list[int]]:
         """Drafts for every row of the batch; none, for good, after the first error in drafting."""
-        if not self.is_active:
+        if not self.is_active or self.speculation.rests(input_batch.req_ids):
             return [[] for _ in sampled]
         try:
             return self.speculation.step(self._step_input(input_batch, sampled), max_tokens)
