@@ -40,6 +40,24 @@ async def test_speculation_of_all_replicas_is_reported(make_rig):
     assert metrics["war/spec/replicas_missing"] == 1 and metrics["war/spec/drafted_tokens"] == 0
 
 
+async def test_a_replica_that_left_in_good_order_still_counts_until_it_is_gone(make_rig):
+    rig = make_rig(2, settings={"speculation": {"enabled": True}, "metrics_timeout_s": 0.2})
+    await rig.war_router.join(rig.client().war_config, False, "o", None, None)
+    for server in rig.servers.values():
+        server.target.speculation = counters()
+    await rig.war_router.remove_servers(["r1"])  # a hybrid replica, before its weights are trained
+    metrics = await rig.war_router.step_metrics()
+    assert metrics["war/spec/drafted_tokens"] == 400
+    await rig.war_router.add_servers({"r1": rig.servers["r1"]})
+    assert (await rig.war_router.step_metrics())["war/spec/replicas_missing"] == 0
+    await rig.war_router.remove_servers(["r1"])
+    rig.servers["r1"].die()
+    for _ in range(2):
+        assert (await rig.war_router.step_metrics())["war/spec/replicas_missing"] == 0
+    asked = [call for call in rig.servers["r1"].calls if call[0] == "war_speculation_stats"]
+    assert len(asked) == 3, "who has gone is not asked again"
+
+
 async def test_a_mute_replica_costs_a_step_no_more_than_one_time_out(make_rig):
     rig = make_rig(2, settings={"speculation": {"enabled": True}, "metrics_timeout_s": 0.5})
     await rig.war_router.join(rig.client().war_config, False, "o", None, None)

@@ -62,6 +62,8 @@ class WarRouter:
         self._tasks: list[asyncio.Task[None]] = []
         self._speculation = SpeculationReport()
         self._told_peers: dict[str, list[str]] = {}
+        self._resting: set[str] = set()
+        """Replicas that left the pool in good order, as hybrid ones do while they train."""
         self._owners = Owners(self._on_owner_dead)
         self._health = ReplicaHealth(0.0, self._on_snapshot, self._on_missing, self._on_down, self._on_up)
 
@@ -221,7 +223,9 @@ class WarRouter:
         manager.on_weights_updated(time.monotonic())
         metrics = manager.report()
         if self._config.speculation.enabled:
-            metrics |= self._speculation.report({name: speculation.get(name) for name in self._pool.servers})
+            self._resting = {name for name in self._resting if speculation.get(name) is not None}
+            asked = [*self._pool.servers, *self._resting]
+            metrics |= self._speculation.report({name: speculation.get(name) for name in asked})
         if self._journal is not None:
             await self._journal.write()
         return metrics
@@ -238,6 +242,7 @@ class WarRouter:
         """Put replicas in the pool. One that is known to be broken joins when it answers."""
         for replica_id, server in servers.items():
             self._handles[replica_id] = server
+            self._resting.discard(replica_id)
             if self._manager is None or self._health.add(replica_id, server):
                 self._join_pool(replica_id)
         self._tell_peers()
@@ -247,6 +252,8 @@ class WarRouter:
         """Take replicas out of the pool; turns in flight on them end as usual."""
         for replica_id in server_ids:
             self._health.remove(replica_id)
+            if replica_id in self._pool.servers:
+                self._resting.add(replica_id)
             self._leave_pool(replica_id, is_lost=False)
         self._tell_peers()
         logger.info("replicas %s left the pool: %d remain", server_ids, len(self._pool.servers))
@@ -281,9 +288,9 @@ class WarRouter:
         return self._config.scheduling.enabled or self._config.admission.enabled
 
     async def _speculation_stats(self) -> dict[str, dict[str, Any] | None]:
-        """Counters of every replica in the pool; None for one that gives none in time. Empty without speculation."""
-        servers = self._pool.servers if self._config.speculation.enabled else {}
-        calls = {name: asyncio.ensure_future(server.war_speculation_stats.remote()) for name, server in servers.items()}
+        """Counters of every replica, resting ones too; None for those that do not answer. Empty without speculation."""
+        names = [*self._pool.servers, *self._resting] if self._config.speculation.enabled else []
+        calls = {name: asyncio.ensure_future(self._handles[name].war_speculation_stats.remote()) for name in names}
         if calls:
             await asyncio.wait(calls.values(), timeout=self._config.metrics_timeout_s)
         stats: dict[str, dict[str, Any] | None] = {}
