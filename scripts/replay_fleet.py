@@ -12,7 +12,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +43,38 @@ class Attributes(SimpleNamespace):
         return getattr(self, key, default)
 
 
+@dataclass(slots=True)
+class Work:
+    """Work of one replica and the time that it took.
+
+    Attributes:
+        steps: Engine iterations.
+        decodes: Tokens generated behind the first of a turn.
+        prefill_tokens: Prompt tokens computed.
+        prefill_pairs: Pairs of a computed prompt token and a context token before it.
+        decode_kv_tokens: Context tokens read by decodes, summed.
+        busy_s: Time of the iterations.
+    """
+
+    steps: float = 0
+    decodes: float = 0
+    prefill_tokens: float = 0
+    prefill_pairs: float = 0
+    decode_kv_tokens: float = 0
+    busy_s: float = 0.0
+
+    def add(self, prompt: int, cached: int, generated: int) -> None:
+        """Count a turn. What a preemption made the engine compute again is not in it."""
+        self.decodes += generated - 1
+        self.prefill_tokens += prompt - cached
+        self.prefill_pairs += (prompt * (prompt + 1) - cached * (cached + 1)) / 2
+        self.decode_kv_tokens += (generated - 1) * (prompt + generated / 2)
+
+    def since(self, before: Work) -> dict[str, float]:
+        """What came since then."""
+        return {name: value - getattr(before, name) for name, value in asdict(self).items()}
+
+
 class ReplayServer:
     """Ray actor: WAR's server of one replica."""
 
@@ -69,10 +101,18 @@ class ReplayServer:
                                    full_determinism=False, enable_rollout_routing_replay=False)  # fmt: skip
         server.model_config = Attributes(processor=None, lora_rank=0, lora={})
         self._server = server
+        self._work = Work()
 
-    async def generate(self, **request: Any) -> Any:
+    async def generate(self, prompt_ids: list[int], **request: Any) -> Any:
         """One turn."""
-        return await self._server.generate(**request)
+        output = await self._server.generate(prompt_ids=prompt_ids, **request)
+        self._work.add(len(prompt_ids), output.extra_fields["num_cached_tokens"], len(output.token_ids))
+        return output
+
+    async def work(self) -> Work:
+        """What the turns have cost since the start, and the engine's time for it."""
+        snapshot = await self._server.war_snapshot()
+        return replace(self._work, steps=snapshot.engine_steps, busy_s=snapshot.busy_s)
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> Any:
         """Give a turn up."""
@@ -134,6 +174,8 @@ class Replayed:
     cached_tokens: int = 0
     preemptions: int = 0
     busy_s: dict[str, float] = field(default_factory=dict)
+    router_cpu_s: float = 0.0
+    client_cpu_s: float = 0.0
     war: dict[str, float] = field(default_factory=dict)
 
 
@@ -147,16 +189,25 @@ async def replay(arm: str, servers: dict[str, Any], specs: Sequence[TrajectorySp
     if arm != "stock":
         await router.join.remote(client.war_config, False, "replay", None, None)
         await router.begin_step.remote(0, len(specs), sum(spec.group_id == specs[0].group_id for spec in specs))
-    begin_s = time.perf_counter()
+    router_cpu_s = await router.__ray_call__.remote(_cpu_s)
+    begin_s, client_cpu_s = time.perf_counter(), _cpu_s()
     await asyncio.gather(*(_trajectory(client, spec, done, arm != "stock") for spec in specs))
     done.makespan_s = time.perf_counter() - begin_s
+    done.client_cpu_s = _cpu_s() - client_cpu_s
+    done.router_cpu_s = await router.__ray_call__.remote(_cpu_s) - router_cpu_s
     if arm != "stock":
         done.war = await router.step_metrics.remote()
+        client.link._listening.cancel()  # or it waits for the router to come back
     for name, snapshot in (await read(servers)).items():
         done.preemptions += snapshot.preemptions - before[name].preemptions
         done.busy_s[name] = snapshot.busy_s - before[name].busy_s
     ray.kill(router)
     return done
+
+
+def _cpu_s(_actor: Any = None) -> float:
+    """CPU time of this process."""
+    return time.process_time()
 
 
 async def read(servers: dict[str, Any]) -> dict[str, Any]:

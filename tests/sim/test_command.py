@@ -41,7 +41,7 @@ def test_trace_and_its_hardware_from_files(tmp_path, capsys):
 
 def test_war_settings_reach_the_manager(tmp_path, capsys):
     def hits(*arguments):
-        assert main([*TINY, "--load", "16", "--policies", "war", "--out", str(tmp_path), *arguments]) == 0
+        assert main([*TINY, "--load", "32", "--policies", "war", "--out", str(tmp_path), *arguments]) == 0
         report = json.loads((tmp_path / "simulate.json").read_text())
         return {run["policy"]: run["held_s"] for run in report["runs"] if run["seed"] == 1}
 

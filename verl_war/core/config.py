@@ -94,7 +94,7 @@ class AdmissionConfig:
     enabled: bool = False
     admit_fraction: float = 0.9
     pause_fraction: float = 1.0
-    growth_turns: float = 3.0
+    growth_turns: float = 1.0
     max_hold_s: float = 900.0
     trajectory_ttl_s: float | None = None
     deadline_margin_s: float = 60.0
