@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,9 +41,12 @@ def data_dirs(tmp_path_factory):
 
 @pytest.fixture
 def train(data_dirs, tmp_path):
-    """`train(recipe, algorithm, *overrides)` runs two steps of four prompts and returns a `Run`."""
+    """`train(recipe, algorithm, *overrides)` runs two steps of four prompts and returns a `Run`.
 
-    def run(recipe, algorithm, *overrides):
+    `meanwhile`, if given, is called with the run's id in a thread of its own while the run goes on.
+    """
+
+    def run(recipe, algorithm, *overrides, meanwhile=None):
         metrics = tmp_path / "metrics.jsonl"
         command = [
             sys.executable, "-m", "verl.trainer.main_ppo",
@@ -54,6 +59,9 @@ def train(data_dirs, tmp_path):
         ]  # fmt: skip
         with tempfile.TemporaryDirectory(prefix="war") as ray_dir:
             env = {"PYTHONPATH": str(ROOT), "VERL_FILE_LOGGER_PATH": str(metrics), "RAY_TMPDIR": ray_dir}
+            if meanwhile is not None:
+                env[processes.RUN_ID_ENV] = uuid.uuid4().hex
+                threading.Thread(target=meanwhile, args=(env[processes.RUN_ID_ENV],), daemon=True).start()
             console = run_marked(command, tmp_path / "console.log", env)
         steps = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
         return Run(steps=steps, console=console)
