@@ -4,7 +4,7 @@ import pytest
 
 from verl_war.core.config import WarConfig
 from verl_war.core.manager import WorkloadManager
-from verl_war.core.types import ReplicaSnapshot, Turn, TurnResult
+from verl_war.core.types import ReplicaSnapshot, SpeculationReading, Turn, TurnResult
 
 BLOCK = 4
 
@@ -242,3 +242,17 @@ def test_broken_telemetry_is_refused(field, value):
                   preemptions=0, engine_steps=0)  # fmt: skip
     with pytest.raises(ValueError, match=field):
         ReplicaSnapshot(**(fields | {field: value}))
+
+
+def test_a_change_of_the_speculation_regime_is_logged_once(manager, caplog):
+    caplog.set_level("INFO", "verl_war.core.manager")
+    for regime in ("high", "low", "low", "high", "low"):
+        reading = SpeculationReading(
+            steps=10, drafting_steps=5, drafting_rows=5, drafted_tokens=20, accepted_tokens=10, draft_s=0.1, step_s=1.0,
+            regime=regime, budget_tokens=8, expected_gain=0.25,
+        )  # fmt: skip
+        assert manager.on_speculation("a", reading, 1.0) == []
+    assert [record.getMessage() for record in caplog.records] == [
+        f"replica a: speculation {change} (0 in flight, 0 live; budget 8 tokens, expected gain 25%)"
+        for change in ("high -> low", "low -> high", "high -> low")
+    ]

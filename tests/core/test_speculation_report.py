@@ -1,7 +1,8 @@
 import pytest
 
 from verl_war.core.history_config import SOURCES
-from verl_war.core.speculation_report import METRICS, SpeculationReport, metric_names
+from verl_war.core.speculation_report import METRICS, SpeculationReport, metric_names, reading_of
+from verl_war.core.types import SpeculationReading
 
 
 def counters(steps=100, drafted=200, accepted=100, **changed):
@@ -53,3 +54,30 @@ def test_trouble_is_counted():
     assert metrics["war/spec/replicas_missing"] == 1
     nothing = SpeculationReport().report({"r0": None})
     assert nothing["war/spec/replicas_missing"] == 1 and nothing["war/spec/acceptance_rate"] == 0.0
+
+
+def test_a_reading_is_part_of_the_counters():
+    reading = reading_of(counters(expected_gain=0.5))
+    assert reading == SpeculationReading(
+        steps=100, drafting_steps=50, drafting_rows=50, drafted_tokens=200, accepted_tokens=100, draft_s=0.1,
+        step_s=10.0, regime="low", budget_tokens=8, expected_gain=0.5,
+    )  # fmt: skip
+    stopped = reading_of(counters(disabled="ValueError: x"))
+    assert (stopped.regime, stopped.budget_tokens, stopped.expected_gain) == ("high", 0, 0.0)
+    with pytest.raises(KeyError):
+        reading_of({"disabled": ""})
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"steps": -1}, r"steps=-1 must be >= 0"),
+        ({"draft_s": float("nan")}, r"draft_s=nan must be >= 0"),
+        ({"expected_gain": float("inf")}, r"expected_gain=inf must be >= 0"),
+        ({"accepted_tokens": 201}, r"accepted_tokens=201 must be at most drafted_tokens=200"),
+        ({"regime": "medium"}, r"regime='medium' must be low or high"),
+    ],
+)
+def test_readings_that_cannot_be_are_refused(changed, words):
+    with pytest.raises(ValueError, match=words):
+        reading_of(counters(**changed))

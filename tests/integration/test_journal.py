@@ -43,6 +43,22 @@ async def test_a_run_is_recorded_and_leads_to_the_same_decisions(make_rig, tmp_p
     assert capsys.readouterr().out.splitlines()[-1].endswith("fails")
 
 
+async def test_readings_are_recorded_also_where_nothing_is_decided_by_them(make_rig, tmp_path, monkeypatch):
+    from tests.core.test_speculation_report import counters
+    from verl_war.integration.verl import router_speculation
+
+    monkeypatch.setattr(router_speculation, "ASK_EVERY_S", 0.01)
+    path = tmp_path / "journal.jsonl"
+    rig = make_rig(1, settings={"speculation": {"enabled": True}, "journal_path": str(path)})
+    rig.servers["r0"].target.speculation = counters()
+    await generate(rig.client(), "s")
+    await until(lambda: rig.manager._fleet.replicas["r0"].speculation is not None)
+    await rig.war_router._journal.write()
+    events = [json.loads(line).get("event") for line in path.read_text().splitlines()]
+    assert {"snapshot", "speculation"} <= set(events)
+    assert main(["replay", str(path)]) == 0
+
+
 async def test_a_journal_that_exists_is_kept(make_rig, tmp_path):
     path = tmp_path / "journal.jsonl"
     path.write_text("precious\n")

@@ -79,6 +79,45 @@ async def test_a_replica_that_left_sends_no_more_and_others_are_told_only_of_cha
     assert told() == [1, 2, 3, 2], "it joins at the end of the ring"
 
 
+async def test_readings_reach_the_manager_and_trouble_is_only_skipped(make_rig, monkeypatch, caplog):
+    from verl_war.integration.verl import router_speculation
+
+    monkeypatch.setattr(router_speculation, "ASK_EVERY_S", 0.02)
+    rig = make_rig(4, settings={"speculation": {"enabled": True, "share_peers": 0}})
+    rig.servers["r0"].target.speculation = counters()
+    rig.servers["r1"].target.is_mute = True
+    rig.servers["r2"].target.speculation = counters(drafted=-1)
+    rig.servers["r3"].die()
+    await rig.war_router.join(rig.client().war_config, False, "o", None, None)
+    asked = lambda name: [call[0] for call in rig.servers[name].calls].count("war_speculation_stats")  # noqa: E731
+    await until(lambda: asked("r0") > 5)
+    readings = {name: replica.speculation for name, replica in rig.manager._fleet.replicas.items()}
+    assert readings["r0"].drafted_tokens == 200 and readings["r0"].regime == "low"
+    assert readings["r1"] is readings["r2"] is readings["r3"] is None
+    assert asked("r1") == 1, "who has not answered is not asked again"
+    assert caplog.text.count("refused") == 1
+    rig.servers["r1"].target.is_mute = False
+    rig.servers["r1"].target.speculation = counters(disabled="RuntimeError: x")
+    await until(lambda: rig.manager._fleet.replicas["r1"].speculation is not None)
+    assert rig.manager._fleet.replicas["r1"].speculation.budget_tokens == 0
+
+
+async def test_a_server_that_comes_in_place_of_another_is_asked_itself(make_rig, monkeypatch):
+    from tests.integration.local_actor import FakeServer, LocalActor
+    from verl_war.integration.verl import router_speculation
+
+    monkeypatch.setattr(router_speculation, "ASK_EVERY_S", 0.02)
+    rig = make_rig(1, settings={"speculation": {"enabled": True}})
+    rig.servers["r0"].target.is_mute = True
+    await rig.war_router.join(rig.client().war_config, False, "o", None, None)
+    await until(lambda: rig.servers["r0"].calls)
+    await rig.war_router.remove_servers(["r0"])
+    another = LocalActor(FakeServer())
+    another.target.speculation = counters()
+    await rig.war_router.add_servers({"r0": another})
+    await until(lambda: rig.manager._fleet.replicas["r0"].speculation is not None)
+
+
 async def test_without_speculation_nobody_is_told_and_nothing_is_reported(make_rig):
     rig = make_rig(2)
     await rig.war_router.join(rig.client().war_config, False, "o", None, None)

@@ -7,7 +7,7 @@ import pytest
 
 from verl_war.core.config import AdmissionConfig, SchedulingConfig, WarConfig
 from verl_war.core.journal import RecordingManager, as_record, header
-from verl_war.core.types import ReplicaSnapshot, Turn, TurnResult
+from verl_war.core.types import ReplicaSnapshot, SpeculationReading, Turn, TurnResult
 
 CONFIG = WarConfig(scheduling=SchedulingConfig(enabled=True), admission=AdmissionConfig(enabled=True), seed=11)
 
@@ -16,6 +16,13 @@ def reading(tokens, steps):
     return ReplicaSnapshot(running_requests=3, waiting_requests=0, kv_usage=0.5, kv_usage_peak=0.6,
                            kv_capacity_tokens=20_000, preemptions=steps // 100, engine_steps=steps,
                            computed_tokens=tokens, kv_token_steps=500.0 * steps, busy_s=0.02 * steps)  # fmt: skip
+
+
+def speculation(steps):
+    return SpeculationReading(steps=steps, drafting_steps=steps // 2, drafting_rows=steps, drafted_tokens=4 * steps,
+                              accepted_tokens=3 * steps, draft_s=0.0001 * steps, step_s=0.02 * steps,
+                              regime="low" if steps // 70 % 2 else "high", budget_tokens=steps // 70 % 2 * 8,
+                              expected_gain=0.4)  # fmt: skip
 
 
 def rollout(manager, seed=3, trajectories=60, turns=6):
@@ -56,6 +63,8 @@ def rollout(manager, seed=3, trajectories=60, turns=6):
                 start(manager.on_trajectory_end(name, False, now_s))
         if steps % 21 == 0:
             start(manager.on_snapshot(f"r{steps // 21 % 3}", reading(40 * steps, steps), now_s))
+        if steps % 35 == 0:
+            start(manager.on_speculation("r1", speculation(steps), now_s))
         if steps == 7 * 40:
             start(manager.on_replica_down("r2", now_s, is_lost=True))
         if steps == 7 * 90:

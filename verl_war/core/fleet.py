@@ -6,7 +6,7 @@ import heapq
 from dataclasses import dataclass, field
 
 from verl_war.core.cost_model import ReplicaPace
-from verl_war.core.types import Turn
+from verl_war.core.types import SpeculationReading, Turn
 
 STALE_SHARE = 0.85
 """Share of its trusted tokens that a replica is filled to while its engine does not report: the room of the last
@@ -67,6 +67,7 @@ class Replica:
         allocated_tokens: KV tokens that its turns have taken since it joined, cache hits excluded.
         prefill_until_s: When the prefill placed so far will be done, if nothing else ran.
         is_stale: Whether its engine's reports are overdue.
+        speculation: Its engine's last reading; None before the first.
     """
 
     replica_id: str
@@ -84,6 +85,7 @@ class Replica:
     prefill_until_s: float = 0.0
     pace: ReplicaPace = field(default_factory=ReplicaPace)
     is_stale: bool = False
+    speculation: SpeculationReading | None = None
     stamp: int = 0
 
     @property

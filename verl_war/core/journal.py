@@ -14,7 +14,7 @@ from typing import Any
 
 from verl_war.core.config import WarConfig, parse_war_config
 from verl_war.core.manager import WorkloadManager
-from verl_war.core.types import Placement, ReplicaSnapshot, Turn, TurnResult
+from verl_war.core.types import Placement, ReplicaSnapshot, SpeculationReading, Turn, TurnResult
 
 FORMAT = 1
 """Raised when an entry of an earlier version cannot be read any more."""
@@ -42,6 +42,7 @@ EVENTS: dict[str, _Event] = {
     "trajectory_end": _Event("on_trajectory_end", {"trajectory_id": str, "failed": bool}),
     "snapshot": _Event("on_snapshot", {"replica_id": str, "snapshot": ReplicaSnapshot}),
     "snapshot_missing": _Event("on_snapshot_missing", {"replica_id": str, "is_rejected": bool}),
+    "speculation": _Event("on_speculation", {"replica_id": str, "reading": SpeculationReading}),
     "tick": _Event("on_tick", {}),
     "weights_updated": _Event("on_weights_updated", {}),
     "sessions_forgotten": _Event("forget_sessions", {}, has_time=False),
@@ -128,6 +129,10 @@ class RecordingManager(WorkloadManager):
     def on_snapshot_missing(self, replica_id: str, now_s: float, is_rejected: bool = False) -> list[Placement]:
         placements = super().on_snapshot_missing(replica_id, now_s, is_rejected)
         return self._note("snapshot_missing", now_s, {"replica_id": replica_id, "is_rejected": is_rejected}, placements)
+
+    def on_speculation(self, replica_id: str, reading: SpeculationReading, now_s: float) -> list[Placement]:
+        placements = super().on_speculation(replica_id, reading, now_s)
+        return self._note("speculation", now_s, {"replica_id": replica_id, "reading": reading}, placements)
 
     def on_tick(self, now_s: float) -> list[Placement]:
         return self._note("tick", now_s, {}, super().on_tick(now_s))

@@ -18,7 +18,7 @@ from verl_war.core.placement import StockPlacement
 from verl_war.core.progress import Progress
 from verl_war.core.scheduler import Scheduler, Start
 from verl_war.core.step_stats import StepStats
-from verl_war.core.types import PRICE_TERMS, Placement, ReplicaSnapshot, Turn, TurnResult
+from verl_war.core.types import PRICE_TERMS, Placement, ReplicaSnapshot, SpeculationReading, Turn, TurnResult
 
 logger = logging.getLogger(__name__)
 
@@ -231,6 +231,20 @@ class WorkloadManager:
         self._stats.snapshots_missing += 1
         self._stats.snapshots_rejected += is_rejected
         self._fleet.replicas[replica_id].is_stale = True
+        return self._drain(now_s)
+
+    def on_speculation(self, replica_id: str, reading: SpeculationReading, now_s: float) -> list[Placement]:
+        """Take in how an engine speculates; nothing is decided by it."""
+        replica = self._fleet.replicas[replica_id]
+        # Engines start without drafts.
+        old = replica.speculation.regime if replica.speculation is not None else "high"
+        replica.speculation = reading
+        if reading.regime != old:
+            logger.info(
+                "replica %s: speculation %s -> %s (%d in flight, %d live; budget %d tokens, expected gain %.0f%%)",
+                *(replica_id, old, reading.regime, replica.inflight, len(replica.admitted)),
+                *(reading.budget_tokens, 100 * reading.expected_gain),
+            )
         return self._drain(now_s)
 
     def on_tick(self, now_s: float) -> list[Placement]:

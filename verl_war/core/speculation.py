@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from verl_war.core.acceptance import AcceptanceTable
 from verl_war.core.speculation_limits import SpeculationLimits
 from verl_war.core.step_time import DraftCost, StepTimeModel
-
-Regime = Literal["low", "high"]
-"""`low` load: drafting pays. `high` load: it does not."""
+from verl_war.core.types import Regime
 
 REFRESH_STEPS = 16
 """A decision for a batch size is reused for so many steps: acceptance and step times move more slowly than that, and

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from verl_war.core.history_config import SOURCES
+from verl_war.core.types import SpeculationReading
 
 METRICS: dict[str, tuple[str, str]] = {
     "war/spec/drafted_tokens": ("tokens", "draft tokens verified by the engines since the last report"),
@@ -96,6 +98,19 @@ class SpeculationReport:
         numbers = {key: value for key, value in report.items() if isinstance(value, (int, float))}
         # What was started again, a drafter or its engine, counts from zero.
         return {key: value - (last.get(key, 0) if value >= last.get(key, 0) else 0) for key, value in numbers.items()}
+
+
+def reading_of(report: Report) -> SpeculationReading:
+    """What the manager is told of an engine's counters; an engine whose drafting is stopped has no budget.
+
+    Raises:
+        KeyError: A counter is missing.
+        ValueError: A counter cannot be.
+    """
+    values = {field.name: report[field.name] for field in fields(SpeculationReading)}
+    if report["disabled"]:
+        values |= {"regime": "high", "budget_tokens": 0, "expected_gain": 0.0}
+    return SpeculationReading(**values)
 
 
 def metric_names() -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 
 class Reason(str, Enum):
@@ -31,6 +32,9 @@ class Reason(str, Enum):
     ONLY = "only"
     """Its KV does not fit, but nothing else is admitted on the replica."""
 
+
+Regime = Literal["low", "high"]
+"""Of speculation: at `low` load drafting pays, at `high` load it does not."""
 
 PRICE_TERMS = ("prefill_s", "offload_s", "queue_s", "decode_s", "overflow_s")
 """Terms that add up to the price of a replica; see `core.placement`."""
@@ -119,6 +123,51 @@ class ReplicaSnapshot:
             value = getattr(self, name)
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"ReplicaSnapshot.{name}={value!r} must be between 0 and 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationReading:
+    """Speculation of one engine: counters since it started, and what is in force.
+
+    Attributes:
+        steps: Engine steps in which drafts could have been made.
+        drafting_steps: Of these, steps that verified drafts.
+        drafting_rows: Drafts that were verified, one per request and step.
+        drafted_tokens: Tokens of these drafts.
+        accepted_tokens: Of these, accepted.
+        draft_s: Seconds spent on drafting.
+        step_s: Seconds of the engine steps, drafting included.
+        regime: Whether drafting pays.
+        budget_tokens: Longest draft that a request may have now; 0 = none.
+        expected_gain: Gain in tokens per second over no drafts when last decided; 0.5 = half as many again.
+    """
+
+    steps: int
+    drafting_steps: int
+    drafting_rows: int
+    drafted_tokens: int
+    accepted_tokens: int
+    draft_s: float
+    step_s: float
+    regime: Regime
+    budget_tokens: int
+    expected_gain: float
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("steps", "drafting_steps", "drafting_rows", "drafted_tokens", "accepted_tokens", "draft_s", "step_s"),
+            *("budget_tokens", "expected_gain"),
+        ):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"SpeculationReading.{name}={value!r} must be >= 0; the engine's counters are broken")
+        if self.accepted_tokens > self.drafted_tokens:
+            raise ValueError(
+                f"SpeculationReading.accepted_tokens={self.accepted_tokens} must be at most "
+                f"drafted_tokens={self.drafted_tokens}; the engine's counters are broken"
+            )
+        if self.regime not in ("low", "high"):
+            raise ValueError(f"SpeculationReading.regime={self.regime!r} must be low or high")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

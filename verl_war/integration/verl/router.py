@@ -20,13 +20,14 @@ import ray
 from verl_war.core.config import WarConfig
 from verl_war.core.manager import WorkloadManager
 from verl_war.core.speculation_report import SpeculationReport
-from verl_war.core.types import Placement, ReplicaSnapshot, Turn, TurnResult
+from verl_war.core.types import Placement, ReplicaSnapshot, SpeculationReading, Turn, TurnResult
 from verl_war.integration.verl.failures import RouterNotConfiguredError
 from verl_war.integration.verl.journal import Journal
 from verl_war.integration.verl.router_health import ReplicaHealth
 from verl_war.integration.verl.router_mail import Item, Mailbox
 from verl_war.integration.verl.router_owners import Owners
 from verl_war.integration.verl.router_protocol import Answer, Message, News, Pool, Waiting, unpack_result, unpack_turn
+from verl_war.integration.verl.router_speculation import SpeculationWatch
 from verl_war.integration.verl.router_turns import Turns
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class WarRouter:
         self._mailboxes: dict[str, Mailbox] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._speculation = SpeculationReport()
+        self._speculation_watch = SpeculationWatch(lambda: self._pool.servers, self._on_speculation)
         self._told_peers: dict[str, list[str]] = {}
         self._resting: set[str] = set()
         """Replicas that left the pool in good order, as hybrid ones do while they train."""
@@ -91,9 +93,12 @@ class WarRouter:
             self._health.add(replica_id, server)
             self._turns.deliver(self._manager.on_replica_up(replica_id, time.monotonic()))
         self._tell_peers()
-        if self._is_deciding:
+        if self._is_deciding or self._journal is not None:
             self._health.start_polling()
+        if self._is_deciding:
             self._tasks.append(asyncio.create_task(self._tick()))
+        if config.speculation.enabled:
+            self._tasks.append(asyncio.create_task(self._speculation_watch.run()))
 
     async def join(self, config: WarConfig, full_determinism: bool, owner: str, handle: Any, pool: Pool | None) -> Pool:
         """A process of agent loops is there, for the first time or after the router was restarted.
@@ -216,13 +221,16 @@ class WarRouter:
         verl calls for them once a step, right after it has updated the weights of all replicas.
         """
         manager = self._require_manager()
+        timeout_s, is_speculating = self._config.metrics_timeout_s, self._config.speculation.enabled
+        names = (*self._pool.servers, *self._resting) if is_speculating else ()
         # At the same time: whoever asks waits for little more than one time-out.
         _, speculation = await asyncio.gather(
-            self._health.read_all(self._config.metrics_timeout_s), self._speculation_stats()
+            self._health.read_all(timeout_s),
+            self._speculation_watch.read_all({name: self._handles[name] for name in names}, timeout_s),
         )
         manager.on_weights_updated(time.monotonic())
         metrics = manager.report()
-        if self._config.speculation.enabled:
+        if is_speculating:
             self._resting = {name for name in self._resting if speculation.get(name) is not None}
             asked = [*self._pool.servers, *self._resting]
             metrics |= self._speculation.report({name: speculation.get(name) for name in asked})
@@ -287,19 +295,6 @@ class WarRouter:
         """Whether anything needs watching: with every feature off the router is as passive as verl's."""
         return self._config.scheduling.enabled or self._config.admission.enabled
 
-    async def _speculation_stats(self) -> dict[str, dict[str, Any] | None]:
-        """Counters of every replica, resting ones too; None for those that do not answer. Empty without speculation."""
-        names = [*self._pool.servers, *self._resting] if self._config.speculation.enabled else []
-        calls = {name: asyncio.ensure_future(self._handles[name].war_speculation_stats.remote()) for name in names}
-        if calls:
-            await asyncio.wait(calls.values(), timeout=self._config.metrics_timeout_s)
-        stats: dict[str, dict[str, Any] | None] = {}
-        for name, call in calls.items():
-            is_told = call.done() and not call.cancelled() and call.exception() is None
-            stats[name] = call.result() if is_told else None
-            call.cancel()
-        return stats
-
     def _tell_peers(self) -> None:
         """Tell replicas whom to send history to, where that changed: the next ones in the order of joining."""
         speculation = self._config.speculation
@@ -357,6 +352,9 @@ class WarRouter:
 
     def _on_snapshot(self, replica_id: str, snapshot: ReplicaSnapshot) -> None:
         self._deliver(self._require_manager().on_snapshot(replica_id, snapshot, time.monotonic()))
+
+    def _on_speculation(self, replica_id: str, reading: SpeculationReading) -> None:
+        self._deliver(self._require_manager().on_speculation(replica_id, reading, time.monotonic()))
 
     def _on_missing(self, replica_id: str, is_rejected: bool) -> None:
         self._deliver(self._require_manager().on_snapshot_missing(replica_id, time.monotonic(), is_rejected))
