@@ -44,7 +44,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["verl_war", "verl_war.*"]),
-    package_data={"verl_war": ["config/**/*.yaml", "history/*.pyi", "py.typed"]},
+    package_data={"verl_war": ["config/**/*.yaml", "history/*.pyi", "report/grafana/*.json", "py.typed"]},
     ext_modules=[
         Pybind11Extension(
             "verl_war.history._native",

@@ -9,6 +9,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("verl_war.doctor.command", "check packages, patches, machine and model"),
     "compare": ("verl_war.compare.command", "train with stock verl and with WAR, side by side"),
     "simulate": ("verl_war.sim.command", "try routing and admission policies on a simulated fleet"),
+    "report": ("verl_war.report.command", "show what happened in a run: a page of plots and a summary"),
+    "top": ("verl_war.report.top", "watch a run from the journal that its router writes"),
     "replay": ("verl_war.replay.command", "make the decisions of a recorded run again, and explain them"),
 }
 """Name -> module with ``add_arguments(parser)`` and ``run(options) -> exit status``, and one line of help."""

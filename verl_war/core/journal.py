@@ -13,7 +13,9 @@ from enum import Enum
 from typing import Any
 
 from verl_war.core.config import WarConfig, parse_war_config
+from verl_war.core.fleet import Fleet
 from verl_war.core.manager import WorkloadManager
+from verl_war.core.step_stats import StepStats
 from verl_war.core.types import Placement, ReplicaSnapshot, SpeculationReading, Turn, TurnResult
 
 FORMAT = 1
@@ -172,7 +174,21 @@ HASHED = "verl_war"
 """With `full_determinism` verl places by Python's hash of a string, which differs between processes."""
 
 
-def manager_of(record: Any) -> WorkloadManager:
+class ReplayedManager(WorkloadManager):
+    """A manager to which a recorded run happens again; its accounts can be looked at in between."""
+
+    @property
+    def fleet(self) -> Fleet:
+        """Replicas and conversations."""
+        return self._fleet
+
+    @property
+    def stats(self) -> StepStats:
+        """Sums since the last `report`."""
+        return self._stats
+
+
+def manager_of(record: Any) -> ReplayedManager:
     """A manager in the state in which the journal with this header began.
 
     Raises:
@@ -189,7 +205,7 @@ def manager_of(record: Any) -> WorkloadManager:
             "process hashes differently; start it with the PYTHONHASHSEED of the run"
         )
     try:
-        return WorkloadManager(parse_war_config(record.get("config")), full_determinism)
+        return ReplayedManager(parse_war_config(record.get("config")), full_determinism)
     except ValueError as error:
         raise JournalError(str(error)) from error
 

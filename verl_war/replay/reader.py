@@ -10,18 +10,23 @@ from typing import Any
 from verl_war.core.journal import JournalError
 
 
+class CutOffError(JournalError):
+    """The last line ends early; what precedes it is sound."""
+
+
 def records(path: Path) -> Iterator[tuple[int, Any]]:
     """Line number and content of each line.
 
     Raises:
         JournalError: The file is not there, is empty, or a line is damaged; the message names the line.
+        CutOffError: The last line is cut off.
     """
     number = 0
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith("\n"):
-                    raise JournalError(
+                    raise CutOffError(
                         f"{path}:{number}: the line is cut off: the router was killed while it wrote, or the file was "
                         f"copied while it grew. What is before it is sound; remove the line to use that"
                     )

@@ -1,0 +1,90 @@
+"""`verl-war report RUN`: what happened in a run, as a page of HTML and a summary in plain text.
+
+RUN is a router's journal (`custom.war.journal_path`), or a directory that holds journals, of a router that was started
+again, too, and files of verl's `file` logger. The exit status is 1 when a file is damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from verl_war.compare.series import read_records
+from verl_war.core.journal import JournalError
+from verl_war.report.analysis import analyse
+from verl_war.report.brain import hushed
+from verl_war.report.files import find
+from verl_war.report.summary import as_text
+
+EXIT_DAMAGED = 1
+EXIT_USAGE = 2
+
+DASHBOARD = Path(__file__).parent / "grafana" / "verl_war.json"
+"""For Grafana; its queries are to the Prometheus that `rollout.prometheus` of verl sets up."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `verl-war report`."""
+    parser.description = __doc__
+    parser.add_argument("source", type=Path, nargs="?", metavar="RUN", help="journal, or directory of a run")
+    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (%(default)s)")
+    parser.add_argument("--grafana", type=Path, metavar="FILE", help="write the Grafana dashboard there")
+
+
+def run(options: argparse.Namespace, stream: TextIO | None = None) -> int:
+    """Write the page, print the summary, and return the exit status: 0, 1 (a file is damaged), 2 (usage)."""
+    stream = stream or sys.stdout
+    try:
+        if options.source is None and options.grafana is None:
+            raise ValueError("name a journal or a directory of a run, or a file for --grafana")
+        if options.grafana is not None:
+            shutil.copyfile(DASHBOARD, options.grafana)
+            stream.write(f"dashboard: {options.grafana}\n")
+        if options.source is not None:
+            write_report(options.source, options.out, stream)
+    except JournalError as error:
+        sys.stderr.write(f"verl-war report: {error}\n")
+        return EXIT_DAMAGED
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"verl-war report: {error}\n")
+        return EXIT_USAGE
+    return 0
+
+
+def write_report(run: Path, out: Path, stream: TextIO) -> None:
+    """Read a run, print its summary and write its page.
+
+    Raises:
+        JournalError: A journal or a file of metrics is damaged.
+        ValueError: There is nothing to report, or matplotlib is missing.
+        OSError: The page cannot be written.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError('matplotlib must be installed for this command: pip install "verl_war[recipes]"')
+    files = find(run)
+    with hushed():
+        analyses = [analyse(path) for path in files.journals]
+    logged = {path: _logged(path) for path in files.metrics}
+    for analysis in analyses:
+        stream.write(as_text(analysis) + "\n\n")
+    # Imported late: the summary should not wait for it.
+    from verl_war.report.page import page
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page(f"Run {run.resolve().name}", analyses, logged), encoding="utf-8")
+    stream.write(f"page: {out}\n")
+
+
+def _logged(path: Path) -> dict[int, dict[str, float]]:
+    """Metrics by step; verl writes more than one line for some."""
+    steps: dict[int, dict[str, float]] = {}
+    try:
+        for step, data in read_records(path):
+            steps.setdefault(step, {}).update(data)
+    except ValueError as error:
+        raise JournalError(str(error)) from error
+    return steps
