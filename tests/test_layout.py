@@ -21,6 +21,7 @@ ALLOWED = {
     "history": {"history", "core"},
     "sim": {"sim", "core", "version"},
     "replay": {"replay", "core"},
+    "report": {"report", "replay", "compare", "core", "version"},
 }
 """Part of the package -> parts that it may import."""
 

@@ -64,7 +64,7 @@ def test_the_page_shows_everything_and_needs_nothing(simulated, tmp_path, capsys
     assert re.search(r"trajectories +36\n", text) and re.search(
         r"prefix cache hits +\d+\.\d% \(believed \d+\.\d%\)", text
     )
-    assert re.search(r"speculation +\d+\.\d% of [\d,]+ drafted tokens accepted", text)
+    assert re.search(r"speculation +\d+\.\d% accepted, \d\.\d\d tokens a draft, in \d+% of steps", text)
     assert re.search(r"last trajectories of step \d, the longest rollout:\n +\d-g\d-\d \(generating", text)
     assert text.endswith(f"page: {out}\n")
 

@@ -15,13 +15,16 @@ from typing import TextIO
 
 from verl_war.compare.series import read_records
 from verl_war.core.journal import JournalError
-from verl_war.report.analysis import analyse
+from verl_war.report.analysis import Analysis, analyse
 from verl_war.report.brain import hushed
 from verl_war.report.files import find
 from verl_war.report.summary import as_text
 
 EXIT_DAMAGED = 1
 EXIT_USAGE = 2
+
+LARGE_MB = 20
+"""From here on reading takes so long that one asks what is going on: some 2 MB are read in a second."""
 
 DASHBOARD = Path(__file__).parent / "grafana" / "verl_war.json"
 """For Grafana; its queries are to the Prometheus that `rollout.prometheus` of verl sets up."""
@@ -67,7 +70,7 @@ def write_report(run: Path, out: Path, stream: TextIO) -> None:
         raise ValueError('matplotlib must be installed for this command: pip install "verl_war[recipes]"')
     files = find(run)
     with hushed():
-        analyses = [analyse(path) for path in files.journals]
+        analyses = [_analyse(path) for path in files.journals]
     logged = {path: _logged(path) for path in files.metrics}
     for analysis in analyses:
         stream.write(as_text(analysis) + "\n\n")
@@ -77,6 +80,13 @@ def write_report(run: Path, out: Path, stream: TextIO) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page(f"Run {run.resolve().name}", analyses, logged), encoding="utf-8")
     stream.write(f"page: {out}\n")
+
+
+def _analyse(path: Path) -> Analysis:
+    size_mb = path.stat().st_size / 1e6
+    if size_mb >= LARGE_MB:
+        sys.stderr.write(f"reading {path}, {size_mb:.0f} MB\n")
+    return analyse(path)
 
 
 def _logged(path: Path) -> dict[int, dict[str, float]]:

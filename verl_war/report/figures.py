@@ -34,8 +34,8 @@ from verl_war.report.timeline import Floats, ratio
 
 LOW_COLOUR = "#d8efdf"
 
-HEAT = colormaps["YlGnBu"].with_extremes(bad="#e6e8eb")
-"""Light is little; gray is no value."""
+HEAT = colormaps["Blues"].with_extremes(bad="#e8e4dc")
+"""Light is little; sand is no value."""
 
 
 class TimeFigures:

@@ -39,7 +39,7 @@ def makespans(steps: Sequence[Step]) -> Picture | None:
     below = np.zeros(len(steps))
     for (share, label), colour in zip(SHARES, colours, strict=True):
         spans = np.array([step.span_s(share) for step in steps])
-        axes.bar(positions, spans - below, bottom=below, color=colour, label=label, width=0.75)
+        axes.bar(positions, spans - below, bottom=below, color=colour, label=label, width=0.6)
         below = spans
     axes.set_ylabel("s since the rollout began")
     if len(steps) <= 40:
@@ -47,7 +47,7 @@ def makespans(steps: Sequence[Step]) -> Picture | None:
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("training step (v: validation)" if any(step.validate for step in steps) else "training step")
-    axes.set_xlim(-0.75, max(len(steps), 6) - 0.25)
+    axes.set_xlim(-0.75, max(len(steps), 4) - 0.25)
     axes.grid(axis="x", visible=False)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4)
     text = "The darker the bar, the later the trajectories: a long dark top is a tail that few trajectories make."

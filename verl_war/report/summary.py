@@ -98,8 +98,8 @@ def _speculation_facts(analysis: Analysis) -> list[tuple[str, str]]:
     return [
         (
             "speculation",
-            f"{100 * accepted / drafted:.1f}% of {drafted:,.0f} drafted tokens accepted, "
-            f"{1 + accepted / drafts if drafts else 1:.2f} tokens a draft, in {100 * share:.0f}% of engine steps",
+            f"{100 * accepted / drafted:.1f}% accepted, {1 + accepted / drafts if drafts else 1:.2f} tokens a draft, "
+            f"in {100 * share:.0f}% of steps",
         )
     ]
 
