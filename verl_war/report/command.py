@@ -78,7 +78,7 @@ def write_report(run: Path, out: Path, stream: TextIO) -> None:
     from verl_war.report.page import page
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page(f"Run {run.resolve().name}", analyses, logged), encoding="utf-8")
+    out.write_text(page(f"WAR: {run.resolve().name}", analyses, logged), encoding="utf-8")
     stream.write(f"page: {out}\n")
 
 

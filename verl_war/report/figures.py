@@ -176,7 +176,8 @@ class TimeFigures:
         figure = new_figure(0.4 + 1.4 * len(panels))
         grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (values, colour, label) in zip(grid, panels, strict=True):
-            axes.bar(self._edges[:-1], values, width=width_s, align="edge", color=colour, linewidth=0)
+            axes.stairs(values, self._edges, fill=True, color=colour)
+            axes.set_ylim(bottom=0)
             axes.set_title(label)
             whole_numbers(axes)
             self._finish(axes, is_last=axes is grid[-1])

@@ -127,7 +127,8 @@ def metrics(records: Mapping[int, Mapping[str, float]], title: str) -> Picture |
         points = [(step, record[name]) for step, record in sorted(records.items()) if name in record]
         axes.plot(*zip(*points, strict=True), color=BLUE, marker="." if len(points) <= 40 else None)
         axes.set_title(name, fontsize=8.5)
-        axes.set_ylim(bottom=min(0.0, *(value for _, value in points)))
+        least, most = min(0.0, *(value for _, value in points)), max(value for _, value in points)
+        axes.set_ylim(least, most + 0.1 * (most - least) or 1.0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
     for axes in grid[len(known) :]:
         axes.set_visible(False)
