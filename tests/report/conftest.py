@@ -64,6 +64,6 @@ def tiny_journal(tiny, tmp_path):
 
 @pytest.fixture(scope="session")
 def simulated(tmp_path_factory):
-    """Two replicas, one of them slow, three steps, speculation at their ends."""
+    """Two replicas, one of them slow, two steps, speculation at their ends."""
     path = tmp_path_factory.mktemp("simulated") / "journal.jsonl"
-    return simulate(path, replicas=2, load=6, steps=3, hardware="h100_8b", slowdown={1: 2.0})
+    return simulate(path, replicas=2, load=4, steps=2, hardware="h100_8b", slowdown={1: 2.0})

@@ -61,7 +61,7 @@ def test_the_page_shows_everything_and_needs_nothing(simulated, tmp_path, capsys
     for title in SECTIONS:
         assert title in titles
     text = capsys.readouterr().out
-    assert re.search(r"trajectories +36\n", text) and re.search(
+    assert re.search(r"trajectories +16\n", text) and re.search(
         r"prefix cache hits +\d+\.\d% \(believed \d+\.\d%\)", text
     )
     assert re.search(r"speculation +\d+\.\d% accepted, \d\.\d\d tokens a draft, in \d+% of steps", text)
