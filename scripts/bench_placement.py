@@ -65,6 +65,7 @@ async def calibrate(servers: dict[str, Any], seed: int) -> tuple[HardwareProfile
     The same mix of work as in the measurements: prefill of whole and of nearly cached contexts beside decoding, and all
     processes that share the machine at work. The trajectories are others.
     """
+    await fleet.replay("stock", servers, generate(SHAPE, REPLICAS, seed), {})  # the first use of everything
     rows = []
     for load in CALIBRATION_LOADS:
         specs = generate(dataclasses.replace(SHAPE, turns_mean=6.0), load * REPLICAS, seed + load)
