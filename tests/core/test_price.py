@@ -102,6 +102,14 @@ def test_a_slow_replica_multiplies_what_it_computes():
         assert far[term] == pytest.approx(3 * near[term], rel=0.01), term
 
 
+def test_drafts_make_decoding_cheaper():
+    case = Case()
+    case.near.draft_yield.tokens_per_iteration = 2.5
+    near, far = case.price(case.near), case.price(case.far)
+    assert far["decode_s"] == pytest.approx(2.5 * near["decode_s"])
+    assert far["turn_s"] > near["turn_s"] and far["prefill_s"] == near["prefill_s"]
+
+
 def test_a_paused_context_is_lost_when_more_was_taken_than_was_free():
     case = Case()
     case.pause_at(case.near)

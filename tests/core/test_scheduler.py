@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_war.core.config import AdmissionConfig, SchedulingConfig, WarConfig
+from verl_war.core.config import AdmissionConfig, RegimeConfig, SchedulingConfig, WarConfig
 from verl_war.core.manager import WorkloadManager
 from verl_war.core.types import Reason, ReplicaSnapshot, Turn, TurnResult
 
@@ -19,6 +19,7 @@ def manager_of(replicas=("a", "b"), scheduling=True, capacity=CAPACITY, **admiss
     config = WarConfig(
         scheduling=SchedulingConfig(enabled=scheduling, move_min_saving_s=0.01),
         admission=AdmissionConfig(**({"enabled": True, "growth_turns": 0.0} | admission)),
+        regime=RegimeConfig(enter_kv_share=0.0, leave_kv_share=0.0),
         block_size_tokens=BLOCK,
         seed=0,
     )

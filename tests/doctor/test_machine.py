@@ -139,9 +139,13 @@ def test_parentless_processes_are_orphans():
     pid = int(subprocess.run([*PRINTS, code], stdout=subprocess.PIPE, text=True, check=True).stdout)
     orphan = psutil.Process(pid)
     try:
-        assert machine._is_orphan(orphan) and not machine._is_orphan(psutil.Process())
+        child = sleeper("sleeper")
+        assert machine._is_orphan(orphan) and not machine._is_orphan(psutil.Process(child.pid))
     finally:
         orphan.kill()
+        child.kill()
+        child.wait()
+        child.stdout.close()
 
 
 def test_processes_that_end_while_we_look_are_passed_over():

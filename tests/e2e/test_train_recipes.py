@@ -28,6 +28,7 @@ ZERO_UNLESS_LOADED = {
     *("war/turns_moved", "war/turns_held", "war/turns_paused", "war/held_s", "war/held_p99_s", "war/move_saving_s"),
     *("war/starts_{reason}", "war/decisive_{term}", "war/degenerate_terms"),
     *("war/turn_s_predicted", "war/turn_s_measured"),
+    *("war/regime_high", "war/regime_changes", "war/kv_load_peak"),
 }
 """What stays zero where everything fits in the KV caches; unit tests and simulations move it."""
 

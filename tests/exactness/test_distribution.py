@@ -17,10 +17,10 @@ SAMPLING = [
 ]
 KINDS = ["mode", "rank 5", "very rare"]
 SAMPLES = 400
-"""Per experiment; every broken verifier below shows with as many at p < 1e-9."""
+"""Per experiment; every broken verifier below shows with as many at p of about 1e-8 or less, by machine."""
 LEAST_P = 1e-4
 """Of about 40 p-values one in 250 runs would fall below it by chance; the seeds are fixed."""
-CAUGHT_P = 1e-9
+CAUGHT_P = 1e-6
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,8 @@ async def make_rig():
         await rig.close()
 
 
-ADMISSION = {"admission": {"enabled": True}, "scheduling": {"enabled": True}}
+ALWAYS_LOADED = {"regime": {"enter_kv_share": 0.0, "leave_kv_share": 0.0}}
+ADMISSION = {"admission": {"enabled": True}, "scheduling": {"enabled": True}, **ALWAYS_LOADED}
 
 
 async def until(condition, timeout_s=10.0):

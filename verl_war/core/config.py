@@ -19,8 +19,7 @@ class SpeculationConfig(SpeculationLimits):
         enabled: The switch.
         history: What text is kept to draft from.
         share_bytes_per_s: Bound on the text that one replica sends to others.
-        share_peers: Replicas that it is sent to, next ones in the order of joining; 0 = none. Siblings mostly sit on
-            the same replica, so that all of a large fleet would mostly be sent what they never look up.
+        share_peers: Replicas that it is sent to (`core.peers`); 0 = none.
         history_dir: Absolute path of a directory, seen by all nodes, in which every replica saves its history and from
             which it takes it up when a run is resumed; null = none.
         history_save_steps: Training steps between two savings.
@@ -115,6 +114,31 @@ class AdmissionConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RegimeConfig:
+    """When the fleet counts as loaded. While it does not, `scheduling` and `admission` decide as stock verl does.
+
+    Attributes:
+        enter_kv_share: Share of the fleet's KV from which on contexts make it loaded; 0 = always.
+        leave_kv_share: Share below which it is not any more.
+        dwell_s: Least time for which it stays loaded.
+    """
+
+    enter_kv_share: float = 0.8
+    leave_kv_share: float = 0.6
+    dwell_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        require_range(self, f"{ROOT_KEY}.regime", "enter_kv_share", 0.0, 100.0)
+        require_range(self, f"{ROOT_KEY}.regime", "leave_kv_share", 0.0, 100.0)
+        require_range(self, f"{ROOT_KEY}.regime", "dwell_s", 0.0, 1e6)
+        if self.leave_kv_share > self.enter_kv_share:
+            raise ValueError(
+                f"{ROOT_KEY}.regime.leave_kv_share={self.leave_kv_share!r} is over enter_kv_share="
+                f"{self.enter_kv_share!r}: the regime would change at every look; expected at most the same"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FailureConfig:
     """When something counts as broken, and what is tried then. Always in force.
 
@@ -147,6 +171,7 @@ class WarConfig:
         speculation: Speculative decoding at low load.
         scheduling: Priced placement of turns on replicas.
         admission: Holding trajectories until their KV fits.
+        regime: When scheduling and admission are called for.
         failures: Deadlines and retries when a replica breaks.
         block_size_tokens: Tokens per hashed block of context. 64 keeps the description of a 32k
             context at 4 kB while a shared prefix is still known to within 64 tokens.
@@ -159,6 +184,7 @@ class WarConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    regime: RegimeConfig = field(default_factory=RegimeConfig)
     failures: FailureConfig = field(default_factory=FailureConfig)
     block_size_tokens: int = 64
     metrics_timeout_s: float = 30.0

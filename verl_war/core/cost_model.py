@@ -108,6 +108,41 @@ class StepTimeFit:
         return StepTime(base_s=max(base_s, 1e-6), token_s=max(token_s, 1e-9), kv_token_s=kv_token_s)
 
 
+YIELD_WINDOW_TOKENS = 512
+"""Generated tokens from which accepted drafts over them say something; a few turns of one replica."""
+
+YIELD_SMOOTHING = 0.5
+"""Weight of the newest window: acceptance changes with the batch within seconds."""
+
+
+@dataclass(slots=True)
+class DraftYield:
+    """Tokens that a request gets per engine iteration: 1 without drafts.
+
+    Of n tokens that requests were given, those accepted from drafts took no iteration of their own.
+    """
+
+    tokens_per_iteration: float = 1.0
+    _generated: int = 0
+    _accepted: int | None = None
+    """Accepted tokens at the last window's end; None before the first reading."""
+
+    def on_turn_end(self, completion_tokens: int) -> None:
+        """A turn of the replica returned so many tokens."""
+        self._generated += completion_tokens
+
+    def on_reading(self, accepted_tokens: int) -> None:
+        """The engine has accepted so many draft tokens since it started; one that was restarted counts from zero."""
+        if self._accepted is None or accepted_tokens < self._accepted:
+            self._accepted, self._generated = accepted_tokens, 0
+        if self._generated < YIELD_WINDOW_TOKENS:
+            return
+        # Turns are counted at their end and drafts at once, so that a window may seem to accept more than it gave.
+        share = min(accepted_tokens - self._accepted, 0.95 * self._generated) / self._generated
+        self.tokens_per_iteration += YIELD_SMOOTHING * (1 / (1 - share) - self.tokens_per_iteration)
+        self._accepted, self._generated = accepted_tokens, 0
+
+
 SLOWNESS_HALF_LIFE_S = 2.0
 """Time over which a replica's observed speed replaces what was known of it."""
 

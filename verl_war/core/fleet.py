@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from verl_war.core.cost_model import ReplicaPace
+from verl_war.core.cost_model import DraftYield, ReplicaPace
 from verl_war.core.types import SpeculationReading, Turn
 
 STALE_SHARE = 0.85
@@ -68,6 +68,7 @@ class Replica:
         prefill_until_s: When the prefill placed so far will be done, if nothing else ran.
         is_stale: Whether its engine's reports are overdue.
         speculation: Its engine's last reading; None before the first.
+        draft_yield: What drafts bring there.
     """
 
     replica_id: str
@@ -86,6 +87,7 @@ class Replica:
     pace: ReplicaPace = field(default_factory=ReplicaPace)
     is_stale: bool = False
     speculation: SpeculationReading | None = None
+    draft_yield: DraftYield = field(default_factory=DraftYield)
     stamp: int = 0
 
     @property

@@ -16,14 +16,11 @@ from verl_war.core.cost_model import StepTimeFit
 from verl_war.core.fleet import Conversation, Fleet, Replica
 from verl_war.core.placement import StockPlacement
 from verl_war.core.progress import Progress
-from verl_war.core.scheduler import Scheduler, Start
+from verl_war.core.scheduler import SCHEDULER_METRICS, Scheduler, Start
 from verl_war.core.step_stats import StepStats
-from verl_war.core.types import PRICE_TERMS, Placement, ReplicaSnapshot, SpeculationReading, Turn, TurnResult
+from verl_war.core.types import Placement, ReplicaSnapshot, SpeculationReading, Turn, TurnResult
 
 logger = logging.getLogger(__name__)
-
-DEGENERATE_AFTER = 50
-"""Decisions that must have been looked at before a term that decided none of them is called degenerate."""
 
 
 @dataclass(slots=True)
@@ -106,7 +103,7 @@ class WorkloadManager:
     ) -> list[Placement]:
         """A rollout of so many trajectories begins, `group_size` of each prompt; before its first turn."""
         if self._scheduler is not None:
-            self._scheduler.groups.on_step_begin(num_trajectories, group_size)
+            self._scheduler.on_step_begin(num_trajectories, group_size, now_s)
         return self._drain(now_s)
 
     def on_replica_up(self, replica_id: str, now_s: float) -> list[Placement]:
@@ -234,11 +231,12 @@ class WorkloadManager:
         return self._drain(now_s)
 
     def on_speculation(self, replica_id: str, reading: SpeculationReading, now_s: float) -> list[Placement]:
-        """Take in how an engine speculates; nothing is decided by it."""
+        """Take in how an engine speculates: what drafts bring there makes its decoding cheaper."""
         replica = self._fleet.replicas[replica_id]
         # Engines start without drafts.
         old = replica.speculation.regime if replica.speculation is not None else "high"
         replica.speculation = reading
+        replica.draft_yield.on_reading(reading.accepted_tokens)
         if reading.regime != old:
             logger.info(
                 "replica %s: speculation %s -> %s (%d in flight, %d live; budget %d tokens, expected gain %.0f%%)",
@@ -249,6 +247,8 @@ class WorkloadManager:
 
     def on_tick(self, now_s: float) -> list[Placement]:
         """Time has passed: held turns may be overdue. To be called about twice a second."""
+        if self._scheduler is not None:
+            self._scheduler.look(now_s)
         return self._drain(now_s)
 
     def on_weights_updated(self, now_s: float) -> None:
@@ -257,9 +257,7 @@ class WorkloadManager:
         for conversation in self._fleet.conversations.values():
             conversation.retained = False
         if self._scheduler is not None:
-            self._scheduler.trust.forget()
-            self._scheduler.groups.clear()
-            self._scheduler.forget_groups({trajectory.group_id for trajectory in self._trajectories.values()})
+            self._scheduler.on_step_end({trajectory.group_id for trajectory in self._trajectories.values()})
 
     def on_decision_time(self, seconds: float) -> None:
         """How long the caller measured one `on_turn` to take."""
@@ -282,22 +280,11 @@ class WorkloadManager:
         metrics["war/trajectories_live"] = sum(not trajectory.validate for trajectory in self._trajectories.values())
         for replica_id in active:
             metrics.update(self._report_replica(replica_id))
-        metrics.update(self._report_prices())
+        metrics.update(
+            self._scheduler.report() if self._scheduler is not None else dict.fromkeys(SCHEDULER_METRICS, 0.0)
+        )
         self._stats = StepStats()
         return metrics
-
-    def _report_prices(self) -> dict[str, float]:
-        """Which terms of the price decide anything; zeros while nothing is priced."""
-        sampled, decisive = self._scheduler.placement.take_decisive() if self._scheduler is not None else (0, {})
-        is_known = sampled >= DEGENERATE_AFTER
-        return {
-            "war/turns_paused": self._scheduler.take_paused() if self._scheduler is not None else 0,
-            "war/degenerate_terms": sum(count == 0 for count in decisive.values()) if is_known else 0,
-            **{
-                f"war/decisive_{name.removesuffix('_s')}": decisive.get(name, 0) / sampled if sampled else 0.0
-                for name in PRICE_TERMS
-            },
-        }
 
     def _report_replica(self, replica_id: str) -> dict[str, float]:
         replica, peaks = self._fleet.replicas[replica_id], self._peaks[replica_id]
@@ -368,6 +355,7 @@ class WorkloadManager:
         """What a turn that returned tells about progress and about the engine's cache."""
         replica: Replica = self._fleet.replicas[pending.replica_id]
         replica.allocated_tokens += result.completion_tokens
+        replica.draft_yield.on_turn_end(result.completion_tokens)
         if not trajectory.validate:
             self._progress.on_turn_output(result.completion_tokens)
         if result.num_cached_tokens is None or self._scheduler is None:

@@ -115,8 +115,8 @@ class PricedPlacement:
 
     The price of serving a conversation's coming turns on a replica adds up, times the replica's observed slowness:
     the prefill of what its cache lacks, a transfer for what it keeps in host memory, the prefill queued before it,
-    the decoding of the tokens still expected at the replica's batch and KV, and the overflow: what its working set
-    exceeds the trusted capacity by is prefilled again every turn, by somebody.
+    the decoding of the tokens still expected at the replica's batch, KV and yield of drafts, and the overflow: what its
+    working set exceeds the trusted capacity by is prefilled again every turn, by somebody.
     """
 
     def __init__(
@@ -144,7 +144,8 @@ class PricedPlacement:
         kv_tokens = duty * (replica.kv_tokens - at_home * conversation.context_tokens) + turn.prompt_tokens
         working_set = replica.working_set_tokens + (0.0 if at_home else conversation.need_tokens)
         overflow = max(0.0, working_set - replica.trusted_tokens)
-        decode_s = slowness * self._progress.output_tokens * model.step_s(decoding, kv_tokens)
+        iterations = self._progress.output_tokens / replica.draft_yield.tokens_per_iteration
+        decode_s = slowness * iterations * model.step_s(decoding, kv_tokens)
         terms = {
             "prefill_s": slowness * model.prefill_s(max(0, turn.prompt_tokens - cached + lost)),
             "offload_s": slowness * model.prefill_s(offloaded) * self._config.offload_price_share,

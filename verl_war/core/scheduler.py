@@ -14,9 +14,19 @@ from verl_war.core.fleet import Conversation, Fleet, Replica
 from verl_war.core.groups import GroupPlacement
 from verl_war.core.placement import PricedPlacement
 from verl_war.core.progress import Progress
-from verl_war.core.types import Reason, Turn
+from verl_war.core.regime import FleetLoad
+from verl_war.core.types import PRICE_TERMS, Reason, Turn
 
 logger = logging.getLogger(__name__)
+
+DEGENERATE_AFTER = 50
+"""Decisions that must have been looked at before a term that decided none of them is called degenerate."""
+
+SCHEDULER_METRICS = (
+    *("war/turns_paused", "war/regime_high", "war/regime_changes", "war/kv_load_peak", "war/degenerate_terms"),
+    *(f"war/decisive_{name.removesuffix('_s')}" for name in PRICE_TERMS),
+)
+"""What `Scheduler.report` gives."""
 
 LOOKAHEAD = 8
 """Held turns that are tried when those ranked before them do not fit: small ones fill gaps, but the scan is short."""
@@ -38,7 +48,8 @@ class Scheduler:
     """Decides for the fleet when `scheduling` or `admission` is on.
 
     With `scheduling` alone nothing is ever held; with `admission` alone a turn goes home or to the replica with the
-    fewest requests in flight among those where it fits.
+    fewest requests in flight among those where it fits. While the fleet is not loaded neither is in force, and a turn
+    goes home or to the replica with the fewest requests in flight: stock verl's rule.
     """
 
     def __init__(
@@ -53,19 +64,54 @@ class Scheduler:
         self.queue = HoldQueue()
         self.trust = TrustController()
         self.groups = GroupPlacement(fleet)
+        self.load = FleetLoad(config.regime, fleet)
         self.paused = 0
         self._prompt_tokens: dict[str, int] = {}
         self._full_since: int | None = None
 
+    @property
+    def _is_placing(self) -> bool:
+        return self._config.scheduling.enabled and self.load.regime == "high"
+
+    @property
+    def _is_admitting(self) -> bool:
+        return self._config.admission.enabled and self.load.regime == "high"
+
+    def on_step_begin(self, num_trajectories: int, group_size: int, now_s: float) -> None:
+        """A step of so many trajectories begins, `group_size` of each prompt."""
+        self.groups.on_step_begin(num_trajectories, group_size)
+        self.load.on_step_begin(num_trajectories)
+        self.look(now_s)
+
+    def on_step_end(self, live_groups: set[str]) -> None:
+        """The policy changed, and the caches were cleared; these groups still have trajectories."""
+        self.trust.forget()
+        self.groups.clear()
+        self.load.on_step_end()
+        self._prompt_tokens = {group: n for group, n in self._prompt_tokens.items() if group in live_groups}
+
+    def look(self, now_s: float) -> None:
+        """See whether the fleet is loaded."""
+        change = self.load.update(len(self.queue) > 0, now_s)
+        if change is not None:
+            self._fleet.freed += 1  # what did not fit before may run now
+            logger.info(
+                "fleet: load %s -> %s (%s; %d conversations on %d replicas)",
+                *(change.old, change.new, change.cause, len(self._fleet.conversations), self._fleet.pool_size),
+            )
+
     def request(self, turn: Turn, conversation: Conversation, now_s: float) -> list[Start]:
         """A turn wants to run; the pool is not empty. Returns the turns that start now, this one unless it is held."""
         self._prompt_tokens.setdefault(turn.group_id, turn.prompt_tokens)
+        self.load.on_turn(turn.prompt_tokens, is_first=not conversation.turns_begun)
+        if self.load.is_due():
+            self.look(now_s)
         self._fleet.resize(conversation, turn.prompt_tokens, self._need_tokens(turn))
         if conversation.admitted:
             start = self._continue(turn, conversation, now_s)
             if start is not None:
                 return [start]
-        elif not self._config.admission.enabled:
+        elif not self._is_admitting:
             return [self._place(turn, conversation, self._candidates(turn, conversation), Reason.PRICED, now_s)]
         remaining = self._progress.remaining_turns(turn.group_id, conversation.turns_begun)
         held = HeldTurn(turn, conversation, now_s)
@@ -98,10 +144,16 @@ class Scheduler:
         if held is not None:
             self.queue.remove(held)
 
-    def take_paused(self) -> int:
-        """Conversations paused since the last call."""
+    def report(self) -> dict[str, float]:
+        """Metrics since the last call; `SCHEDULER_METRICS` names them."""
+        sampled, decisive = self.placement.take_decisive()
+        changes, load_peak = self.load.take_counts()
         paused, self.paused = self.paused, 0
-        return paused
+        is_known = sampled >= DEGENERATE_AFTER
+        shares = (decisive[name] / sampled if sampled else 0.0 for name in PRICE_TERMS)
+        degenerate = sum(count == 0 for count in decisive.values()) if is_known else 0
+        values = (paused, self.load.regime == "high", changes, load_peak, degenerate, *shares)
+        return {name: float(value) for name, value in zip(SCHEDULER_METRICS, values, strict=True)}
 
     def control(self, replica: Replica, now_s: float) -> None:
         """Let the controller look at a replica's evidence."""
@@ -113,10 +165,6 @@ class Scheduler:
                 *(replica.replica_id, *changed, replica.working_set_tokens, replica.capacity_tokens, len(self.queue)),
             )
 
-    def forget_groups(self, live: set[str]) -> None:
-        """Keep the prompt lengths of these groups only."""
-        self._prompt_tokens = {group: tokens for group, tokens in self._prompt_tokens.items() if group in live}
-
     def _need_tokens(self, turn: Turn) -> float:
         """Working set of a conversation besides its group's prompt: its own context and the growth to come."""
         shared = self._prompt_tokens.get(turn.group_id, 0) if turn.group_id else 0
@@ -126,9 +174,9 @@ class Scheduler:
     def _continue(self, turn: Turn, conversation: Conversation, now_s: float) -> Start | None:
         """Next turn of an admitted conversation: at home, moved, or None when it has to be paused."""
         home = self._fleet.replicas[conversation.replica_id]
-        if self._config.admission.enabled and self._relieve(home, conversation, now_s):
+        if self._is_admitting and self._relieve(home, conversation, now_s):
             return None
-        if self._config.scheduling.enabled and conversation.inflight == 0:
+        if self._is_placing and conversation.inflight == 0:
             move = self.placement.move(turn, conversation, home, now_s)
             if move is not None and self._has_room(move[0], turn, conversation):
                 self._fleet.withdraw(conversation)
@@ -156,7 +204,7 @@ class Scheduler:
 
     def _has_room(self, replica: Replica, turn: Turn, conversation: Conversation) -> bool:
         """Whether the conversation fits in the replica's working set, or has it to itself."""
-        if not self._config.admission.enabled or not replica.admitted:
+        if not self._is_admitting or not replica.admitted:
             return True
         need_tokens = conversation.need_tokens
         if turn.group_id and turn.group_id not in replica.group_prompts:
@@ -165,7 +213,7 @@ class Scheduler:
         return replica.working_set_tokens + need_tokens <= limit
 
     def _candidates(self, turn: Turn, conversation: Conversation) -> list[Replica]:
-        if self._config.scheduling.enabled:
+        if self._is_placing:
             return self.placement.candidates(turn, conversation)
         home = self._fleet.replicas.get(conversation.replica_id)
         return [home] if home is not None and home.in_pool else self._fleet.pool()
@@ -173,7 +221,7 @@ class Scheduler:
     def _fitting(self, turn: Turn, conversation: Conversation) -> list[Replica]:
         replicas = self._candidates(turn, conversation)
         fitting = [replica for replica in replicas if self._has_room(replica, turn, conversation)]
-        if not fitting and not self._config.scheduling.enabled:
+        if not fitting and not self._is_placing:
             fitting = [replica for replica in self._fleet.pool() if self._has_room(replica, turn, conversation)]
         return fitting
 
@@ -204,7 +252,7 @@ class Scheduler:
         self, turn: Turn, conversation: Conversation, replicas: Sequence[Replica], reason: Reason, now_s: float,
         held_s: float = 0.0,
     ) -> Start:  # fmt: skip
-        if self._config.scheduling.enabled:
+        if self._is_placing:
             expected = self.groups.replica_of(turn.group_id) if not conversation.turns_begun else None
             if expected is not None and expected in replicas:
                 replica, terms = expected, self.placement.price(turn, conversation, expected, now_s)
@@ -217,7 +265,7 @@ class Scheduler:
             fewest = min(replica.inflight for replica in replicas)
             replica = self._rng.choice([replica for replica in replicas if replica.inflight == fewest])
             terms = {}
-        if not self._config.scheduling.enabled and reason is Reason.PRICED:
+        if not self._is_placing and reason is Reason.PRICED:
             reason = Reason.LEAST_INFLIGHT
         return self._admit(turn, conversation, replica, reason, terms, held_s)
 

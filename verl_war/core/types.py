@@ -34,7 +34,8 @@ class Reason(str, Enum):
 
 
 Regime = Literal["low", "high"]
-"""Of speculation: at `low` load drafting pays, at `high` load it does not."""
+"""Load of a replica, where drafting pays when it is `low`, and of the fleet, which is scheduled when it is `high`. The
+two are independent: in the tail of a loaded step replicas draft while the fleet is still scheduled."""
 
 PRICE_TERMS = ("prefill_s", "offload_s", "queue_s", "decode_s", "overflow_s")
 """Terms that add up to the price of a replica; see `core.placement`."""

@@ -19,6 +19,7 @@ import ray
 
 from verl_war.core.config import WarConfig
 from verl_war.core.manager import WorkloadManager
+from verl_war.core.peers import peers_of
 from verl_war.core.speculation_report import SpeculationReport
 from verl_war.core.types import Placement, ReplicaSnapshot, SpeculationReading, Turn, TurnResult
 from verl_war.integration.verl.failures import RouterNotConfiguredError
@@ -296,12 +297,11 @@ class WarRouter:
         return self._config.scheduling.enabled or self._config.admission.enabled
 
     def _tell_peers(self) -> None:
-        """Tell replicas whom to send history to, where that changed: the next ones in the order of joining."""
+        """Tell replicas whom to send history to, where that changed."""
         speculation = self._config.speculation
         if self._manager is None or not speculation.enabled or speculation.share_peers == 0:
             return
-        names = list(self._pool.servers)
-        peers = {name: (names[n + 1 :] + names[:n])[: speculation.share_peers] for n, name in enumerate(names)}
+        peers = peers_of(list(self._pool.servers), speculation.share_peers)
         peers |= {name: [] for name in self._told_peers if name not in peers}  # who left sends nothing any more
         for name, others in peers.items():
             if self._told_peers.get(name) != others:

@@ -1,0 +1,113 @@
+"""Whether the fleet is loaded: the one place where scheduling and admission begin and cease to differ from stock verl."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from verl_war.core.config import RegimeConfig
+from verl_war.core.fleet import Fleet
+from verl_war.core.types import Regime
+
+CHECK_EVERY_TURNS = 16
+"""Turns between two looks at a large fleet: a look adds up all replicas."""
+
+MEMORY_TURNS = 1_000.0
+"""Turns that the mean context remembers: about a step of a small run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegimeChange:
+    """A change of the fleet's regime and the load that caused it, for the log."""
+
+    old: Regime
+    new: Regime
+    cause: str
+
+
+class FleetLoad:
+    """Measures how much of the KV the contexts need, and turns it into a regime with hysteresis and a minimum dwell.
+
+    `low`: turns go where stock verl sends them, and nothing is held. `high`: contexts may not fit. The load is the
+    largest of three shares of the trusted KV:
+
+    * what the contexts of all admitted conversations need;
+    * what those of the fullest replica need there: without balance one replica thrashes while others idle;
+    * what all conversations need that live or are announced, taken for as long as the mean context of a turn. It says
+      before a step's first turn what its middle will be like, when some have ended and others are half grown.
+    """
+
+    def __init__(self, config: RegimeConfig, fleet: Fleet) -> None:
+        self.regime: Regime = "low" if config.enter_kv_share > 0 else "high"
+        self.changes = 0
+        self.load_peak = 0.0
+        self._config = config
+        self._fleet = fleet
+        self._changed_s = -math.inf
+        self._turns_unseen = 0
+        self._turns = 0.0
+        self._mean_context_tokens = 0.0
+        self._unbegun = 0
+
+    def on_step_begin(self, num_trajectories: int) -> None:
+        """So many trajectories are about to start."""
+        self._unbegun = num_trajectories
+
+    def on_step_end(self) -> None:
+        """Nothing more is announced."""
+        self._unbegun = 0
+
+    def on_turn(self, prompt_tokens: int, is_first: bool) -> None:
+        """A conversation asks for a turn with a context of this length; its first one if `is_first`."""
+        self._unbegun -= is_first and self._unbegun > 0
+        self._turns_unseen += 1
+        self._turns = min(self._turns + 1, MEMORY_TURNS)
+        self._mean_context_tokens += (prompt_tokens - self._mean_context_tokens) / self._turns
+
+    def is_due(self) -> bool:
+        """Whether a turn that is about to be placed should look at the load first."""
+        return self._turns_unseen >= min(CHECK_EVERY_TURNS, self._fleet.pool_size)
+
+    def update(self, is_holding: bool, now_s: float) -> RegimeChange | None:
+        """Look at the load; returns the change of the regime, if there is one.
+
+        Args:
+            is_holding: Whether conversations wait for admission; a fleet that holds some is loaded.
+            now_s: Time of the caller. If it goes back, the next change may be late.
+        """
+        self._turns_unseen = 0
+        shares = self._shares()
+        load = max(shares)
+        self.load_peak = max(self.load_peak, load)
+        config = self._config
+        if self.regime == "low":
+            # Whatever the dwell: to leave a loaded fleet to itself costs more than to change back soon.
+            return self._enter("high", shares, now_s) if load >= config.enter_kv_share else None
+        if is_holding or load >= config.leave_kv_share or now_s - self._changed_s < config.dwell_s:
+            return None
+        return self._enter("low", shares, now_s)
+
+    def take_counts(self) -> tuple[int, float]:
+        """Changes of the regime and the highest load since the last call."""
+        counts = self.changes, self.load_peak
+        self.changes, self.load_peak = 0, 0.0
+        return counts
+
+    def _enter(self, new: Regime, shares: tuple[float, float, float], now_s: float) -> RegimeChange:
+        old, self.regime = self.regime, new
+        self.changes += 1
+        self._changed_s = now_s
+        cause = "contexts need {:.2f} of the KV, {:.2f} on the fullest replica, {:.2f} expected".format(*shares)
+        return RegimeChange(old, new, cause)
+
+    def _shares(self) -> tuple[float, float, float]:
+        """Needs of all admitted conversations, of the fullest replica's, and of all that are expected."""
+        needed = trusted = fullest = 0.0
+        for replica in self._fleet.pool():
+            needed += replica.working_set_tokens
+            trusted += replica.trusted_tokens  # infinite before its engine has reported
+            fullest = max(fullest, replica.working_set_tokens / replica.trusted_tokens)
+        if not trusted:
+            return 0.0, 0.0, 0.0
+        expected = (len(self._fleet.conversations) + self._unbegun) * self._mean_context_tokens
+        return needed / trusted, fullest, expected / trusted
