@@ -1,4 +1,4 @@
-"""Whether the fleet is loaded: the one place where scheduling and admission begin and cease to differ from stock verl."""
+"""Whether the fleet is loaded: the one place where scheduling and admission begin and cease to be in force."""
 
 from __future__ import annotations
 
