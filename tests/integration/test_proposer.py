@@ -167,6 +167,23 @@ def test_siblings_and_earlier_steps_draft():
     assert engine.speculation.report()["source/earlier_steps/accepted_tokens"] > 40
 
 
+@pytest.mark.parametrize(("step_s", "least", "most"), [(0.02, 40, 60), (0.2, 78, 80)])
+def test_the_longer_a_step_the_more_text_is_read_in(step_s, least, most):
+    """80 contexts come at once, and reading one in takes 20 us at least: 0.5 ms are enough for 25 of them."""
+    engine = Engine(step_s=step_s)
+    for number in range(80):
+        engine.add(f"r{number}", tokens(number, 20), tokens(100 + number, 40))
+    lookups = []
+    for _ in range(4):
+        engine.step()
+        lookups.append(engine.speculation.report()["lookups"])
+    first, second = [count for count in lookups if count][:2]
+    assert first <= 30, "how long a step takes is not known yet"
+    assert least <= second - first <= most
+    flush(engine)
+    assert all(kept(engine, f"request:r{number}") == engine.text(f"r{number}") for number in range(80))
+
+
 def test_turns_continue_one_segment():
     engine = Engine()
     context = tokens(3, 30)
