@@ -91,6 +91,7 @@ def play(
     temperature: float,
     label: str,
     logprobs: list[float] | None = None,
+    enough: Callable[[list[Trajectory]], bool] = lambda ended: False,
 ) -> tuple[list[Trajectory], dict[str, float]]:
     """Keep ``batch`` trajectories live, one group of 8 after the other, until ``tokens`` tokens were generated.
 
@@ -102,6 +103,7 @@ def play(
         temperature: Of the policy.
         label: Makes trajectory names unique.
         logprobs: Receives the log-probability of every sampled token, if given.
+        enough: Whether the trajectories that ended are all that is wanted; then it stops earlier.
 
     Returns:
         The trajectories that ended, and seconds, tokens, steps, turns of the run.
@@ -111,7 +113,7 @@ def play(
         players.begin_next()
     generated = steps = 0
     begin = time.perf_counter()
-    while generated < tokens:
+    while generated < tokens and not enough(players.ended):
         for output in engine.step():
             if output.finished:
                 answer = output.outputs[0]
@@ -209,36 +211,33 @@ def preload_vllm(cache: Any, trajectories: list[Trajectory], label: str) -> None
 def corpus(
     engine: Any, scripts: list[Script], per_group: int, temperature: float, label: str, logprobs: list[float]
 ) -> list[Trajectory]:
-    """At least ``per_group`` finished trajectories of every group, generated without speculation."""
-    found: dict[int, list[Trajectory]] = {}
-    for attempt in _counting():
-        ended, _ = play(
-            engine,
-            scripts,
-            batch=min(64, GROUP_SIZE * len(scripts)),
-            tokens=per_group * len(scripts) * 150,
-            temperature=temperature,
-            label=f"{label}{attempt}",
-            logprobs=logprobs,
+    """``per_group`` finished trajectories of every group, generated without speculation.
+
+    Raises:
+        RuntimeError: Some groups' trajectories do not end.
+    """
+
+    def of_groups(ended: list[Trajectory]) -> list[list[Trajectory]]:
+        return [[t for t in ended if t.group == group][:per_group] for group in range(len(scripts))]
+
+    def is_enough(ended: list[Trajectory]) -> bool:
+        return all(len(group) == per_group for group in of_groups(ended))
+
+    ended, _ = play(
+        engine,
+        scripts,
+        batch=min(64, GROUP_SIZE * len(scripts)),
+        tokens=per_group * len(scripts) * 4 * MAX_CONTEXT_TOKENS,
+        temperature=temperature,
+        label=label,
+        logprobs=logprobs,
+        enough=is_enough,
+    )
+    if not is_enough(ended):
+        raise RuntimeError(
+            f"only {len(ended)} trajectories ended; expected {per_group} of each of {len(scripts)} groups"
         )
-        for trajectory in ended:
-            found.setdefault(trajectory.group, []).append(trajectory)
-        if len(found) == len(scripts) and min(map(len, found.values())) >= per_group:
-            return [t for group in sorted(found) for t in found[group][:per_group]]
-    raise AssertionError("counting ended")
-
-
-def _counting() -> Iterator[int]:
-    number = 0
-    while True:
-        yield number
-        number += 1
-
-
-def save_json(path: Any, value: Any) -> None:
-    """Write ``value`` readably."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=1) + "\n")
+    return [trajectory for group in of_groups(ended) for trajectory in group]
 
 
 def shuffled(items: list[Any], seed: int) -> list[Any]:
