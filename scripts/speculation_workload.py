@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -234,10 +234,14 @@ def corpus(
         enough=is_enough,
     )
     if not is_enough(ended):
-        raise RuntimeError(
-            f"only {len(ended)} trajectories ended; expected {per_group} of each of {len(scripts)} groups"
-        )
+        raise RuntimeError(f"{len(ended)} trajectories ended; expected {per_group} of each of {len(scripts)} groups")
     return [trajectory for group in of_groups(ended) for trajectory in group]
+
+
+def save_json(path: Any, value: Any) -> None:
+    """Write ``value`` readably."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def shuffled(items: list[Any], seed: int) -> list[Any]:
@@ -245,7 +249,3 @@ def shuffled(items: list[Any], seed: int) -> list[Any]:
     items = list(items)
     random.Random(seed).shuffle(items)
     return items
-
-
-Arm = Callable[[str], None]
-"""Prepares the engine for one measurement of an arm; gets the label of the repeat."""
