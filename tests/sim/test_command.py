@@ -47,6 +47,7 @@ def test_war_settings_reach_the_manager(tmp_path, capsys):
 
     assert hits()["war"] > 0
     assert hits("--war", "admission.enabled=false")["war"] == 0
+    assert hits("--war", "regime.enter_kv_share=90")["war"] == 0, "a fleet that never counts as loaded holds nothing"
     assert main([*TINY, "--policies", "war", "--war", "admission.frction=1", "--load", "4"]) == 2
     assert "admission.frction" in capsys.readouterr().err
 

@@ -9,6 +9,9 @@ from verl_war.core.config import parse_war_config
 from verl_war.core.manager import WorkloadManager
 from verl_war.sim.policies.base import Policy, PolicyContext
 
+CONTROLS = ("speculation", "scheduling", "admission")
+"""Groups of settings that have a switch."""
+
 STOCK: dict[str, Any] = {}
 PLACEMENT: dict[str, Any] = {"scheduling": {"enabled": True}}
 ADMISSION: dict[str, Any] = {"admission": {"enabled": True}}
@@ -28,8 +31,8 @@ def workload_manager(context: PolicyContext, settings: Mapping[str, Any]) -> Pol
     for group, values in {**dict.fromkeys(context.war_settings, {}), **settings}.items():
         extra = context.war_settings.get(group, {})
         if isinstance(extra, Mapping) and isinstance(values, Mapping):
-            enabled = values.get("enabled", False)
-            merged[group] = {**values, **(extra if enabled else {})}
+            is_off = group in CONTROLS and not values.get("enabled", False)
+            merged[group] = {**values, **({} if is_off else extra)}
         else:
             merged[group] = extra
     return WorkloadManager(parse_war_config(merged))
