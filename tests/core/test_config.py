@@ -82,5 +82,6 @@ def test_shipped_yaml_states_the_defaults_and_switches_speculation_on():
     assert war.speculation.enabled
     assert dataclasses.replace(war, speculation=dataclasses.replace(war.speculation, enabled=False)) == WarConfig()
     assert set(shipped["custom"]["war"]["speculation"]) == {f.name for f in dataclasses.fields(war.speculation)}
-    assert set(shipped["custom"]["war"]) == {"speculation", "scheduling", "admission", "failures", "block_size_tokens",
-                                             "metrics_timeout_s", "seed", "journal_path"}  # fmt: skip
+    assert set(shipped["custom"]["war"]) == {"speculation", "scheduling", "admission", "regime", "failures",
+                                             "block_size_tokens", "metrics_timeout_s", "seed",
+                                             "journal_path"}  # fmt: skip
