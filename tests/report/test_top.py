@@ -103,7 +103,7 @@ def test_on_a_terminal_it_follows_and_leaves_cleanly(tiny_journal):
     tiny_journal.write_text(text[:half])
     ours, theirs = pty.openpty()
     process = subprocess.Popen([sys.executable, "-m", "verl_war.cli", "top", str(tiny_journal)], stdout=theirs,
-                               stderr=subprocess.PIPE)  # fmt: skip
+                               stderr=subprocess.PIPE, preexec_fn=_heed_interrupts)  # fmt: skip
     os.close(theirs)
     shown = _read_until(ours, b"2 of 3 trajectories done")
     with tiny_journal.open("a") as file:
@@ -116,6 +116,11 @@ def test_on_a_terminal_it_follows_and_leaves_cleanly(tiny_journal):
     assert shown.index(b"\x1b[?1049h") < shown.index(b"2 of 3") and shown.rstrip().endswith(b"\x1b[?25h\x1b[?1049l")
     process.stderr.close()
     os.close(ours)
+
+
+def _heed_interrupts():
+    """What runs in the background inherits that Ctrl-C is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _read_until(terminal, words, timeout_s=60.0):
