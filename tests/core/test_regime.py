@@ -41,6 +41,14 @@ def test_a_fleet_with_room_places_as_stock_verl_does():
     assert (again.replica_id, again.reason) == (first.replica_id, Reason.STICKY) and not is_high(manager)
 
 
+def test_a_fleet_with_room_holds_nothing():
+    manager = manager_of()
+    for number in range(2):
+        manager.on_turn(turn(f"s{number}", 1_000), 0.0)
+    (placed,) = manager.on_turn(turn("big", 9_500), 0.0)  # beside 1,000 tokens it is over what admission fills
+    assert placed.reason is Reason.LEAST_INFLIGHT and manager.held_turns == 0
+
+
 def test_contexts_that_come_to_fill_the_kv_switch_scheduling_on(caplog):
     caplog.set_level(logging.INFO)
     manager = manager_of(["a"])
