@@ -50,7 +50,7 @@ def test_a_fleet_with_room_holds_nothing():
 
 
 def test_contexts_that_come_to_fill_the_kv_switch_scheduling_on(caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="verl_war")
     manager = manager_of(["a"])
     for number in range(8):
         assert manager.on_turn(turn(f"s{number}", 1_000), 0.0)
