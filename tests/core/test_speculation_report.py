@@ -8,8 +8,9 @@ from verl_war.core.types import SpeculationReading
 def counters(steps=100, drafted=200, accepted=100, **changed):
     """As an engine reports them."""
     report = {
-        "steps": steps, "drafting_steps": steps // 2, "drafting_rows": 50, "drafted_tokens": drafted,
-        "accepted_tokens": accepted, "draft_s": 0.1, "step_s": 10.0, "max_draft_s": 0.002, "regime": "low",
+        "steps": steps, "drafting_steps": steps // 2, "drafting_rows": 50, "kv_limited_steps": 0,
+        "drafted_tokens": drafted, "accepted_tokens": accepted,
+        "draft_s": 0.1, "step_s": 10.0, "max_draft_s": 0.002, "regime": "low",
         "regime_switches": 3, "regime_switch_rows": 12, "budget_tokens": 8, "expected_gain": 1.5, "history/bytes": 1000,
         "history/tokens": 40, "history/edited": 2, "history/refused_tokens": 0,
         "exchange/failed_saves": 0, "exchange/sent_bytes": 500, "faults": 0, "disabled": "",

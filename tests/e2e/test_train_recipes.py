@@ -20,7 +20,7 @@ ZERO_UNLESS_IN_TROUBLE = {
     *("war/trajectories_failed", "war/turns_failed", "war/turns_aborted", "war/preemptions", "war/trajectories_live"),
     *("war/replicas_lost", "war/snapshots_missing", "war/snapshots_rejected", "war/turns_overdue"),
     *("war/spec/faults", "war/spec/replicas_stopped", "war/spec/replicas_missing", "war/spec/refused_tokens"),
-    *("war/spec/failed_saves",),
+    *("war/spec/failed_saves", "war/spec/kv_limited_steps"),
 }
 """Counts that stay zero in a healthy synchronous run; unit tests move them."""
 

@@ -9,7 +9,7 @@ from verl_war.core.history_config import HistoryConfig
 from verl_war.core.speculation_limits import SpeculationLimits
 from verl_war.history import index as history
 from verl_war.history.store import HistoryStore
-from verl_war.integration.vllm.speculation import CLASS_MATCHES, Speculation, StepInput, classes_of
+from verl_war.integration.vllm.speculation import CLASS_MATCHES, KvRoom, Speculation, StepInput, classes_of
 from verl_war.integration.vllm.speculation_text import LiveRequest, describe, prompt_group
 
 VOCAB = 500
@@ -43,6 +43,7 @@ class Engine:
         self.drafts = {}
         self.verified = 0
         self.stop_ids = frozenset()
+        self.kv_capacity, self.kv_free = 10**6, 10**6
 
     def add(self, req_id, prompt, continuation, extra_args=None, max_tokens=None):
         name, group, step = describe(req_id, extra_args)
@@ -88,6 +89,7 @@ class Engine:
             sampled=sampled,
             verified_tokens=verified.__getitem__,
             describe=lambda row: self.live(self.batch[row]),
+            kv=KvRoom(capacity_tokens=self.kv_capacity, block_tokens=16, free_tokens=lambda: self.kv_free),
         )
         drafts = self.speculation.step(given, max_tokens)
         assert len(drafts) == len(self.batch)
@@ -386,6 +388,21 @@ def test_watchdog_stops_drafts_that_are_never_accepted():
     report = engine.speculation.report()
     assert "were accepted" in report["watchdog"] and report["watchdog_trips"] == 1
     assert report["drafted_tokens"] < 150
+
+
+def test_drafts_take_no_blocks_that_are_short():
+    """Shared contexts fit although their sum does not; what is left of the blocks bounds the drafts."""
+    engine, span = Engine(), tokens(0, 40)
+    engine.kv_capacity, engine.kv_free = 50, 2 * (5 + 16)
+    for name in ("a", "b"):
+        engine.add(name, span, span * 4)
+    longest = 0
+    for _ in range(20):
+        longest = max(longest, *(len(draft) for draft in engine.step()))
+    assert longest == 5
+    assert engine.speculation.report()["kv_limited_steps"] > 0
+    engine.kv_free = 20
+    assert engine.step() == [[], []]
 
 
 def test_open_segments_are_bounded(monkeypatch):

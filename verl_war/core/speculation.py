@@ -10,6 +10,7 @@ from verl_war.core.acceptance import AcceptanceTable
 from verl_war.core.speculation_limits import SpeculationLimits
 from verl_war.core.step_time import DraftCost, StepTimeModel
 from verl_war.core.types import Regime
+from verl_war.core.watchdog import Watchdog
 
 REFRESH_STEPS = 16
 """A decision for a batch size is reused for so many steps: acceptance and step times move more slowly than that, and
@@ -109,6 +110,18 @@ def best_budget(
     return best
 
 
+def kv_limit(limit: int, rows: int, free_tokens: int, block_tokens: int) -> int:
+    """Longest draft for which the engine finds room for every row without preempting one of them.
+
+    Args:
+        limit: Longest draft wanted.
+        rows: Requests in the batch.
+        free_tokens: Tokens' worth of KV blocks that no running request holds.
+        block_tokens: Tokens of a block; a draft may begin at the end of one.
+    """
+    return max(0, min(limit, free_tokens // rows - block_tokens))
+
+
 class DraftPlanner:
     """Decides before every engine step whether to look drafts up, and then how much of each to use.
 
@@ -119,6 +132,7 @@ class DraftPlanner:
         self.limits = limits
         self.acceptance = AcceptanceTable(sources, match_buckets)
         self.step_time = StepTimeModel()
+        self.watchdog = Watchdog()
         self.regime: Regime = "high"
         self.gain = 0.0
         self.switches = 0
@@ -129,6 +143,7 @@ class DraftPlanner:
         self._decisions: dict[int, tuple[int, float]] = {}
         self._decisions_at_step = 0
         self._probe_at_s = -math.inf
+        self._is_for_gain = False
 
     def set_limits(self, limits: SpeculationLimits) -> None:
         """New limits; they count from the next step on."""
@@ -152,12 +167,12 @@ class DraftPlanner:
         """
         self._step += 1
         cap = self._cap(rows)
-        if self.limits.mode == "always":
-            self.regime = "low" if cap else "high"
-            return cap
-        if self.limits.mode == "off" or cap == 0:
+        if self.limits.mode == "off" or cap == 0 or self.watchdog.blocks(self.limits, now_s):
             self._enter("high", rows, 0.0)
             return 0
+        if self.limits.mode == "always":
+            self._enter("low", rows, 0.0)
+            return cap
         length, gain = self._decide(rows, kv_tokens, cap)
         self._hysteresis(rows, gain)
         if self.regime == "high":
@@ -179,6 +194,12 @@ class DraftPlanner:
         Returns:
             Draft length per look-up, in the order given; all 0 when these drafts do not pay together.
         """
+        chosen = self._allocate(rows, kv_tokens, kinds, lengths)
+        self.watchdog.handed_out(sum(chosen))
+        return chosen
+
+    def _allocate(self, rows: int, kv_tokens: float, kinds: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        self._is_for_gain = False
         if self.limits.mode == "always":
             return list(lengths)
         counts: dict[int, int] = {}
@@ -190,6 +211,7 @@ class DraftPlanner:
         if not counts or cost is None:
             return none
         probing = self.regime == "high"
+        self._is_for_gain = not probing
         if probing:
             cost = _cheaper(cost)
         rates = {kind: self.acceptance.rates(kind) for kind in counts}
@@ -199,12 +221,26 @@ class DraftPlanner:
         chosen = [min(length, budget.lengths.get(kind, 0)) for kind, length in zip(kinds, lengths, strict=True)]
         return chosen if probing or self._pays(rows, cost, kinds, chosen, rates) else none
 
+    def observe_draft(self, kind: int, drafted: int, accepted: int) -> None:
+        """Count one verified draft of a class: ``accepted`` of its ``drafted`` tokens."""
+        self.acceptance.observe(kind, drafted, accepted)
+        self.watchdog.verified(drafted, accepted, self.limits)
+
     def observe_step(
-        self, *, rows: int, kv_tokens: float, drafting_rows: int, draft_tokens: int, seconds: float
+        self,
+        *,
+        rows: int,
+        kv_tokens: float,
+        drafting_rows: int,
+        draft_tokens: int,
+        accepted_tokens: int,
+        seconds: float,
     ) -> None:
         """Count one measured step that held no prefill; see `StepTimeModel.observe`."""
         if draft_tokens == 0:
             self._plain_at_step = self._step
+        elif self._is_for_gain and (plain_s := self.step_time.plain_s(rows, kv_tokens)) is not None:
+            self.watchdog.timed(seconds, plain_s * (1.0 + accepted_tokens / rows))
         self.step_time.observe(
             rows=rows,
             kv_tokens=kv_tokens,

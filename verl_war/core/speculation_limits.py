@@ -1,9 +1,8 @@
-"""Settings of speculation that the engines obey, and the watchdog that switches it off when it only costs."""
+"""Settings of speculation that the engines obey."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -33,7 +32,7 @@ class SpeculationLimits:
         probe_interval_s: Least time between two drafts made only to measure their cost.
         probe_draft_tokens: Length of those drafts.
         probe_share: Share of the time that probes may take.
-        watchdog_acceptance: Accepted over drafted tokens below which the watchdog switches speculation off.
+        watchdog_acceptance: Accepted over drafted tokens below which `core.watchdog` switches speculation off.
         watchdog_min_tokens: Draft tokens that it must have seen.
         watchdog_retry_s: Time after which it lets speculation try again; doubles every time, up to 16 times this.
     """
@@ -82,53 +81,3 @@ def change_limits(limits: SpeculationLimits, params: Mapping[str, Any]) -> Specu
         ValueError: A name is unknown, a value has the wrong type or is out of range.
     """
     return parse(SpeculationLimits, {**dataclasses.asdict(limits), **params}, SPECULATION_KEY)
-
-
-class Watchdog:
-    """Switches speculation off when drafts are hardly ever accepted, or when nothing is heard of them."""
-
-    def __init__(self) -> None:
-        self.reason = ""
-        self.trips = 0
-        self._drafted = 0.0
-        self._accepted = 0.0
-        self._unheard = 0
-        self._until_s = -math.inf
-
-    def handed_out(self, tokens: int) -> None:
-        """Count draft tokens given to the engine and not heard of yet."""
-        self._unheard += tokens
-
-    def verified(self, drafted: int, accepted: int, limits: SpeculationLimits) -> None:
-        """Count draft tokens that the engine verified."""
-        self._unheard = 0
-        keep = max(0.0, 1.0 - drafted / (2.0 * limits.watchdog_min_tokens))
-        self._drafted = self._drafted * keep + drafted
-        self._accepted = self._accepted * keep + accepted
-
-    def blocks(self, limits: SpeculationLimits, now_s: float) -> bool:
-        """Whether speculation has to stay off now. Sets `reason` when it trips and clears it when it lets go."""
-        if self.reason:
-            if now_s < self._until_s:
-                return True
-            self.reason = ""
-            self._drafted = self._accepted = 0.0
-            self._unheard = 0
-        if self._unheard >= limits.watchdog_min_tokens:
-            self._trip(f"{self._unheard} draft tokens were handed out and none came back verified", limits, now_s)
-        elif self._drafted >= limits.watchdog_min_tokens and (
-            self._accepted < limits.watchdog_acceptance * self._drafted
-        ):
-            share = self._accepted / self._drafted
-            self._trip(
-                f"{share:.4f} of the last {self._drafted:.0f} draft tokens were accepted, "
-                f"fewer than watchdog_acceptance={limits.watchdog_acceptance}",
-                limits,
-                now_s,
-            )
-        return bool(self.reason)
-
-    def _trip(self, reason: str, limits: SpeculationLimits, now_s: float) -> None:
-        self.reason = reason
-        self._until_s = now_s + limits.watchdog_retry_s * 2 ** min(self.trips, 4)
-        self.trips += 1

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_war.core.acceptance import PROB_LEVELS
-from verl_war.core.speculation import DraftPlanner
-from verl_war.core.speculation_limits import SpeculationLimits, Watchdog, change_limits
+from verl_war.core.speculation import DraftPlanner, kv_limit
+from verl_war.core.speculation_limits import SpeculationLimits, change_limits
 from verl_war.history.index import MATCH_BUCKETS, SOURCES, DraftBatch
 from verl_war.integration.vllm.speculation_shadow import ShadowProbes
 from verl_war.integration.vllm.speculation_stats import SpeculationCounts
@@ -36,6 +36,21 @@ ACCEPTANCE_EVERY_STEPS = 64
 """Engine steps between two hand-overs of the measured acceptance to the index, 20 us each."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvRoom:
+    """KV cache of the engine.
+
+    Attributes:
+        capacity_tokens: All of it.
+        block_tokens: One block.
+        free_tokens: Gives what no running request holds; counts blocks, and is asked only when it may be short.
+    """
+
+    capacity_tokens: int
+    block_tokens: int
+    free_tokens: Callable[[], int]
+
+
 @dataclass(slots=True, kw_only=True)
 class StepInput:
     """What one engine step left behind, as views of the model runner's state.
@@ -46,6 +61,7 @@ class StepInput:
         sampled: New tokens of each row; empty for a prompt that is not read to its end.
         verified_tokens: Gives the number of draft tokens that the step verified for a row.
         describe: Gives the request of a row that is new in the batch; None when it can't draft.
+        kv: Where drafts have to find room.
     """
 
     req_ids: Sequence[str]
@@ -53,6 +69,7 @@ class StepInput:
     sampled: Sequence[Sequence[int]]
     verified_tokens: Callable[[int], int]
     describe: Callable[[int], LiveRequest | None]
+    kv: KvRoom
 
 
 class Speculation:
@@ -69,7 +86,6 @@ class Speculation:
         self.planner = DraftPlanner(limits, SOURCES, CLASS_MATCHES)
         self.texts = TrajectoryTexts(store)
         self.counts = SpeculationCounts.of(SOURCES)
-        self.watchdog = Watchdog()
         self._clock = clock
         self._shadow = ShadowProbes(self)
         self._req_ids: list[str] = []
@@ -138,8 +154,8 @@ class Speculation:
             self._update_rows(step)
         kv_tokens = float(step.num_tokens.sum())
         self._measure(step, rows, kv_tokens, now, same)
-        limit = 0 if self.watchdog.blocks(self.limits, now) else self.planner.lookup_limit(rows, kv_tokens, now)
-        self._budget = limit = min(limit, max_tokens)
+        limit = min(self.planner.lookup_limit(rows, kv_tokens, now), max_tokens)
+        self._budget = limit = self._fit_kv(step.kv, rows, kv_tokens, limit)
         drafts: list[list[int]] = [[] for _ in range(rows)]
         if limit:
             self._draft(step, limit, kv_tokens, drafts)
@@ -161,8 +177,8 @@ class Speculation:
             expected_gain=self.planner.gain,
             budget_tokens=self._budget,
             mode=self.limits.mode,
-            watchdog=self.watchdog.reason,
-            watchdog_trips=self.watchdog.trips,
+            watchdog=self.planner.watchdog.reason,
+            watchdog_trips=self.planner.watchdog.trips,
             refused_requests=self.texts.refused_requests,
             backlog_requests=self.texts.backlog,
             **{f"history/{name}": value for name, value in history.items()},
@@ -212,7 +228,7 @@ class Speculation:
 
     def _measure(self, step: StepInput, rows: int, kv_tokens: float, now: float, same: bool) -> None:
         """Count what the step accepted and how long it took."""
-        drafting_rows = draft_tokens = 0
+        drafting_rows = draft_tokens = accepted_tokens = 0
         if self._pending:
             where = {req_id: row for row, req_id in enumerate(step.req_ids)}
             for req_id, (kind, _) in self._pending.items():
@@ -221,11 +237,11 @@ class Speculation:
                 if row is None or drafted == 0 or not step.sampled[row]:
                     continue
                 accepted = min(len(step.sampled[row]) - 1, drafted)
-                self.planner.acceptance.observe(kind, drafted, accepted)
-                self.watchdog.verified(drafted, accepted, self.limits)
+                self.planner.observe_draft(kind, drafted, accepted)
                 self.counts.verified(SOURCES[self.planner.acceptance.source_of(kind)], drafted, accepted)
                 drafting_rows += 1
                 draft_tokens += drafted
+                accepted_tokens += accepted
             self._pending = {}
         steady = all(step.sampled)
         seconds = now - self._entered_s
@@ -238,6 +254,7 @@ class Speculation:
                 kv_tokens=kv_tokens,
                 drafting_rows=drafting_rows,
                 draft_tokens=draft_tokens,
+                accepted_tokens=accepted_tokens,
                 seconds=seconds,
             )
         self._steady = steady
@@ -245,6 +262,15 @@ class Speculation:
         self.counts.steps += 1
         self.counts.drafting_rows += drafting_rows
         self.counts.drafting_steps += drafting_rows > 0
+
+    def _fit_kv(self, kv: KvRoom, rows: int, kv_tokens: float, limit: int) -> int:
+        """The limit, or less where drafts would take blocks that are short."""
+        # Contexts that share blocks are counted twice here: enough to see that there is room, and cheap.
+        if limit == 0 or kv_tokens + rows * (limit + kv.block_tokens) <= kv.capacity_tokens:
+            return limit
+        fitting = kv_limit(limit, rows, kv.free_tokens(), kv.block_tokens)
+        self.counts.kv_limited_steps += fitting < limit
+        return fitting
 
     @property
     def _ingest_s(self) -> float:
@@ -267,14 +293,10 @@ class Speculation:
         found = [end - begin for begin, end in zip(offsets, offsets[1:], strict=False)]
         chosen = self.planner.allocate(len(self._rows), kv_tokens, kinds, found)
         tokens = batch.tokens.tolist()
-        total = 0
         for row, begin, length, kind in zip(rows, offsets, chosen, kinds, strict=False):
             if length:
                 drafts[row] = tokens[begin : begin + length]
                 self._pending[self._req_ids[row]] = (kind, length)
-                total += length
-        if total:
-            self.watchdog.handed_out(total)
 
     def _ingest(self, step: StepInput) -> list[int]:
         """Bring the index up to date with the rows that sampled; returns those that can draft."""

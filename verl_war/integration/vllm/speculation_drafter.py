@@ -16,7 +16,7 @@ from verl_war.core.config_parsing import parse
 from verl_war.core.history_config import HISTORY_KEY, SHARE_BYTES_PER_S, HistoryConfig
 from verl_war.core.speculation_limits import SpeculationLimits, change_limits
 from verl_war.history.store import HistoryStore
-from verl_war.integration.vllm.speculation import Speculation, StepInput
+from verl_war.integration.vllm.speculation import KvRoom, Speculation, StepInput
 from verl_war.integration.vllm.speculation_exchange import HistoryExchange
 from verl_war.integration.vllm.speculation_text import LiveRequest, describe
 
@@ -51,6 +51,13 @@ def fingerprint(tokenizer: str, vocab_size: int) -> str:
     return digest.hexdigest()
 
 
+def held_blocks(table: Any, rows: int) -> int:
+    """KV blocks in the first `rows` of one of vLLM's block tables; those that rows share count once."""
+    ids, counts = table.block_table.np[:rows], table.num_blocks_per_row[:rows]
+    held = ids[np.arange(ids.shape[1]) < counts[:, None]]
+    return len(np.unique(held)) // int(table.blocks_per_kv_block)
+
+
 class Drafter:
     """Drafts of one worker; an error in drafting ends drafting, never decoding."""
 
@@ -64,6 +71,7 @@ class Drafter:
         self.store = make_store(vllm_config, settings.pop("history", {}))
         self.exchange = HistoryExchange(self.store, settings.pop("share_bytes_per_s", SHARE_BYTES_PER_S))
         self.max_model_len = vllm_config.model_config.max_model_len
+        self._block_tokens = vllm_config.cache_config.block_size
         self.speculation = Speculation(self.store, change_limits(SpeculationLimits(), settings))
         self.disabled = ""
         self.faults = 0
@@ -138,6 +146,22 @@ class Drafter:
             sampled=sampled,
             verified_tokens=lambda row: len(batch.spec_token_ids[row]),
             describe=lambda row: self._describe(batch, row),
+            kv=self._kv_room(batch, len(sampled)),
+        )
+
+    def _kv_room(self, batch: Any, rows: int) -> KvRoom:
+        tables, num_blocks = batch.block_table.block_tables, self._runner.kv_cache_config.num_blocks
+        block_tokens = self._block_tokens
+
+        def free_tokens() -> int:
+            held = sum(held_blocks(table, rows) for table in tables)
+            return int((num_blocks - held) // len(tables) * block_tokens)
+
+        # A token takes a block of every group of layers.
+        return KvRoom(
+            capacity_tokens=num_blocks // len(tables) * block_tokens,
+            block_tokens=block_tokens,
+            free_tokens=free_tokens,
         )
 
     def _describe(self, batch: Any, row: int) -> LiveRequest | None:

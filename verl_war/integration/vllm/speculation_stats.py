@@ -23,6 +23,7 @@ class SpeculationCounts:
         steps: Engine steps in which the proposer was called.
         drafting_steps: Steps that verified drafts.
         drafting_rows: Rows that verified a draft.
+        kv_limited_steps: Steps whose drafts were cut, or left out, because KV blocks were short.
         lookups: Rows for which drafts were looked up.
         shadow_lookups: Of these, looked up only to keep acceptance known; the engine never saw them.
         draft_s: Seconds spent in the proposer.
@@ -34,6 +35,7 @@ class SpeculationCounts:
     steps: int = 0
     drafting_steps: int = 0
     drafting_rows: int = 0
+    kv_limited_steps: int = 0
     lookups: int = 0
     shadow_lookups: int = 0
     draft_s: float = 0.0
@@ -60,6 +62,7 @@ class SpeculationCounts:
             "steps": self.steps,
             "drafting_steps": self.drafting_steps,
             "drafting_rows": self.drafting_rows,
+            "kv_limited_steps": self.kv_limited_steps,
             "drafted_tokens": drafted,
             "accepted_tokens": accepted,
             "acceptance_rate": accepted / drafted if drafted else 0.0,
