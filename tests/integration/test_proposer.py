@@ -41,7 +41,7 @@ class Engine:
         self.batch = []
         self.step_s = step_s
         self.drafts = {}
-        self.verified = 0
+        self.verified = self.rested_steps = 0
         self.stop_ids = frozenset()
         self.kv_capacity, self.kv_free = 10**6, 10**6
 
@@ -91,7 +91,9 @@ class Engine:
             describe=lambda row: self.live(self.batch[row]),
             kv=KvRoom(capacity_tokens=self.kv_capacity, block_tokens=16, free_tokens=lambda: self.kv_free),
         )
-        drafts = self.speculation.step(given, max_tokens)
+        rests = self.speculation.rests(self.batch)
+        self.rested_steps += rests
+        drafts = [[] for _ in self.batch] if rests else self.speculation.step(given, max_tokens)
         assert len(drafts) == len(self.batch)
         self.drafts = dict(zip(self.batch, drafts, strict=True))
         return drafts
@@ -377,6 +379,24 @@ def test_shadow_look_ups_keep_acceptance_known_while_off():
         engine.speculation.planner.acceptance.rates(kind)[0] for kind, _ in engine.speculation.planner.acceptance.mix()
     )
     assert first > 0.8
+
+
+def test_steps_rest_while_drafts_do_not_pay():
+    engine = Engine(SpeculationLimits(min_gain=10.0))
+    engine.add("a", tokens(0, 20), tokens(1, 250))
+    for _ in range(101):
+        engine.step()
+    assert 80 <= engine.rested_steps < 100, "one look in eight, after the first"
+    assert engine.speculation.report()["steps"] == 101
+    assert engine.speculation.planner._step == pytest.approx(101, abs=7)
+    rested = engine.rested_steps
+    engine.add("b", tokens(2, 20), tokens(3, 100))
+    engine.step()
+    assert engine.rested_steps == rested, "the batch changed"
+    drafting, span = Engine(SpeculationLimits()), tokens(0, 40)
+    drafting.add("a", span, span * 6)
+    drafting.run()
+    assert drafting.rested_steps < 10
 
 
 def test_watchdog_stops_drafts_that_are_never_accepted():

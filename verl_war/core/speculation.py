@@ -157,15 +157,16 @@ class DraftPlanner:
         self.acceptance.age(AGE_ON_WEIGHTS)
         self._decisions.clear()
 
-    def lookup_limit(self, rows: int, kv_tokens: float, now_s: float) -> int:
+    def lookup_limit(self, rows: int, kv_tokens: float, now_s: float, steps: int = 1) -> int:
         """Longest draft to look up for the coming step; 0 when none can pay. No look-up was made for this answer.
 
         Args:
             rows: Requests in the batch.
             kv_tokens: Tokens of all contexts.
             now_s: Time in seconds, monotonic.
+            steps: Engine steps since the last call; more than 1 where the caller lets some go by.
         """
-        self._step += 1
+        self._step += steps
         cap = self._cap(rows)
         if self.limits.mode == "off" or cap == 0 or self.watchdog.blocks(self.limits, now_s):
             self._enter("high", rows, 0.0)
