@@ -386,9 +386,9 @@ def test_steps_rest_while_drafts_do_not_pay():
     engine.add("a", tokens(0, 20), tokens(1, 250))
     for _ in range(101):
         engine.step()
-    assert 80 <= engine.rested_steps < 100, "one look in eight, after the first"
+    assert 70 <= engine.rested_steps <= 75, "one look in four, after the first"
     assert engine.speculation.report()["steps"] == 101
-    assert engine.speculation.planner._step == pytest.approx(101, abs=7)
+    assert engine.speculation.planner._step == pytest.approx(101, abs=3)
     rested = engine.rested_steps
     engine.add("b", tokens(2, 20), tokens(3, 100))
     engine.step()
@@ -396,7 +396,7 @@ def test_steps_rest_while_drafts_do_not_pay():
     drafting, span = Engine(SpeculationLimits()), tokens(0, 40)
     drafting.add("a", span, span * 6)
     drafting.run()
-    assert drafting.rested_steps < 10
+    assert drafting.rested_steps < 20
 
 
 def test_watchdog_stops_drafts_that_are_never_accepted():

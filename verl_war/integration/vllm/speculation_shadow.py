@@ -48,12 +48,12 @@ class ShadowProbes:
         self._due_s = 0.0
         self._first_row = 0
 
-    def step(self, rows: Sequence[LiveRequest | None], now: float) -> None:
-        """Called in every step without drafts; mostly returns at once."""
+    def step(self, rows: Sequence[LiveRequest | None], now: float, steps: int) -> None:
+        """Called in steps without drafts, `steps` after the last call; mostly returns at once."""
         if self._speculation.limits.mode != "auto":
             return
         if self._waiting:
-            self._wait_steps -= 1
+            self._wait_steps -= steps
             if self._wait_steps > 0:
                 return
             self._compare()
