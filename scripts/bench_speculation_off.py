@@ -29,7 +29,28 @@ BLOCK_STEPS = 8
 """Steps whose seconds per token are compared at once: a step with drafts gives several tokens."""
 
 
-def measure(engines: dict[str, Any], batch: int, steps: int, label: str, temperature: float) -> dict[str, list[float]]:
+class OwnClock:
+    """Time of one engine, which stands still while the others work: what is paced by time is as often as alone."""
+
+    def __init__(self) -> None:
+        self._others_s = 0.0
+        self._left_s = time.perf_counter()
+
+    def __call__(self) -> float:
+        return time.perf_counter() - self._others_s
+
+    def enter(self) -> None:
+        """The engine goes on."""
+        self._others_s += time.perf_counter() - self._left_s
+
+    def leave(self) -> None:
+        """Others go on."""
+        self._left_s = time.perf_counter()
+
+
+def measure(
+    engines: dict[str, Any], batch: int, steps: int, label: str, temperature: float, clock: OwnClock
+) -> dict[str, list[float]]:
     """Seconds per token and request of every engine, one value per block of steps, step by step in turn."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -54,9 +75,13 @@ def measure(engines: dict[str, Any], batch: int, steps: int, label: str, tempera
     for _ in range(steps):
         order.append(order.pop(0))
         for arm in order:
+            if arm == "war":
+                clock.enter()
             begin = time.perf_counter()
             outputs = engines[arm].step()
             seconds[arm].append(time.perf_counter() - begin)
+            if arm == "war":
+                clock.leave()
             tokens[arm].append(sum(len(output.outputs[0].token_ids) for output in outputs))
     for arm, engine in engines.items():
         if min(tokens[arm]) < batch:
@@ -117,11 +142,12 @@ def main(arguments: list[str]) -> None:
     executor = engines["war"].engine_core.engine_core.model_executor
     drafter = executor.driver_worker.worker.model_runner.drafter.war
     drafter.set_limits({"mode": options.mode})
-    measure(engines, 2, 20, "warm-up", options.temperature)
+    drafter.speculation._clock = clock = OwnClock()
+    measure(engines, 2, 20, "warm-up", options.temperature, clock)
     cells = {}
     for batch in options.batches:
         before = drafter.report()
-        times = measure(engines, batch, options.steps, f"batch{batch}", options.temperature)
+        times = measure(engines, batch, options.steps, f"batch{batch}", options.temperature, clock)
         after = drafter.report()
         cells[batch] = summary(times) | {
             name: after[name] - before[name] for name in ("drafted_tokens", "accepted_tokens", "draft_s", "step_s")

@@ -20,6 +20,7 @@ async def test_a_run_is_recorded_and_leads_to_the_same_decisions(make_rig, tmp_p
     from verl_war.integration.verl import router_health
 
     monkeypatch.setattr(router_health, "POLL_EVERY_S", 0.01)
+    monkeypatch.setattr(router_health, "CALM_POLL_EVERY_S", 0.01)
     path = tmp_path / "runs" / "journal.jsonl"
     rig = make_rig(2, settings={**ADMISSION, "journal_path": str(path)}, delay_s=0.05, kv_capacity_tokens=6000)
     client = rig.client()

@@ -23,6 +23,7 @@ def fast(monkeypatch):
     from verl_war.integration.verl import router, router_health, router_turns
 
     monkeypatch.setattr(router_health, "POLL_EVERY_S", 0.01)
+    monkeypatch.setattr(router_health, "CALM_POLL_EVERY_S", 0.01)
     monkeypatch.setattr(router_health, "STALE_AFTER_S", 0.05)
     monkeypatch.setattr(router_health, "SECOND_LOOK_S", 0.1)
     monkeypatch.setattr(router, "TICK_EVERY_S", 0.01)

@@ -98,6 +98,11 @@ class WorkloadManager:
         """Turns that wait for admission."""
         return len(self._scheduler.queue) if self._scheduler is not None else 0
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether scheduling or admission is in force now."""
+        return self._scheduler is not None and self._scheduler.load.regime == "high"
+
     def on_step_begin(
         self, policy_step: int, num_trajectories: int, now_s: float, group_size: int = 1
     ) -> list[Placement]:

@@ -68,7 +68,7 @@ class WarRouter:
         self._resting: set[str] = set()
         """Replicas that left the pool in good order, as hybrid ones do while they train."""
         self._owners = Owners(self._on_owner_dead)
-        self._health = ReplicaHealth(0.0, self._on_snapshot, self._on_missing, self._on_down, self._on_up)
+        self._health = self._make_health(0.0)
 
     async def configure(self, config: WarConfig, full_determinism: bool) -> None:
         """Start deciding with these settings. Called once, before the first turn.
@@ -88,8 +88,7 @@ class WarRouter:
         self._turns = Turns(
             self._manager, config.failures.turn_deadline_s, self._may_return, self._may_fill, self._mailbox_of
         )
-        hang_s = config.failures.replica_hang_s
-        self._health = ReplicaHealth(hang_s, self._on_snapshot, self._on_missing, self._on_down, self._on_up)
+        self._health = self._make_health(config.failures.replica_hang_s)
         for replica_id, server in self._pool.servers.items():
             self._health.add(replica_id, server)
             self._turns.deliver(self._manager.on_replica_up(replica_id, time.monotonic()))
@@ -318,6 +317,12 @@ class WarRouter:
         while True:
             await asyncio.sleep(TICK_EVERY_S)
             self._require_turns().tick(time.monotonic())
+
+    def _make_health(self, hang_s: float) -> ReplicaHealth:
+        return ReplicaHealth(
+            hang_s, self._on_snapshot, self._on_missing, self._on_down, self._on_up,
+            is_calm=lambda: self._is_deciding and self._manager is not None and not self._manager.is_loaded,
+        )  # fmt: skip
 
     def _may_return(self) -> bool:
         """Whether a replica that broke can go on. verl's own clients wait for those that verl takes out."""

@@ -19,12 +19,16 @@ logger = logging.getLogger(__name__)
 POLL_EVERY_S = 0.5
 """Fast against the seconds in which a working set changes, slow against the cost of a reading."""
 
+CALM_POLL_EVERY_S = 2.0
+"""The same while the fleet is not loaded: nothing is decided from readings then, and on a machine whose cores the
+engines need themselves two a second are a per cent of it."""
+
 POLLS_PER_S = 200
 """Most readings that the router takes in a second: each costs it half a millisecond (scripts/bench_router.py), so that
 they stay a tenth of its time. With more than a hundred replicas each is read less often, with 1,000 every 5 s."""
 
 STALE_AFTER_S = 5.0
-"""Ten readings missed: more than a busy event loop explains. Three intervals where those are longer."""
+"""Ten readings missed: more than a busy event loop explains. Three intervals where those add up to more."""
 
 SECOND_LOOK_S = 10.0
 """A replica under suspicion is read twice, this far apart: an engine finishes many iterations in that time."""
@@ -55,6 +59,7 @@ class ReplicaHealth:
         on_missing: Called each `STALE_AFTER_S` that a replica's reading is overdue, and with True when one is refused.
         on_down: Called when a replica breaks.
         on_up: Called when one goes on.
+        is_calm: Says whether readings are of little use now.
     """
 
     def __init__(
@@ -64,8 +69,10 @@ class ReplicaHealth:
         on_missing: Callable[[str, bool], None],
         on_down: Callable[[str], None],
         on_up: Callable[[str], None],
+        is_calm: Callable[[], bool],
     ) -> None:
         self._hang_s = hang_s
+        self._is_calm = is_calm
         self._on_snapshot = on_snapshot
         self._on_missing = on_missing
         self._on_down = on_down
@@ -147,7 +154,7 @@ class ReplicaHealth:
             await asyncio.sleep(max(0.0, begin_s + self._interval_s() - time.monotonic()))
 
     def _interval_s(self) -> float:
-        return max(POLL_EVERY_S, len(self._watched) / POLLS_PER_S)
+        return max(CALM_POLL_EVERY_S if self._is_calm() else POLL_EVERY_S, len(self._watched) / POLLS_PER_S)
 
     async def _read(self, replica_id: str, watched: Watched, timeout_s: float | None) -> ReplicaSnapshot | None:
         """One reading; None when there is none. Without time limit it waits, and counts the waiting as a hang."""
