@@ -139,6 +139,30 @@ class RegimeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GuardConfig:
+    """Trials of stock verl's rule in loaded steps of synchronous training; see `core.guard`.
+
+    Attributes:
+        enabled: The switch. Off means: scheduling and admission stay on, whatever they come to.
+        first_trial_steps: Loaded steps before the first trial, and between two while they decide nothing.
+        max_trial_steps: Most loaded steps between two trials; the number doubles while the controls win clearly.
+    """
+
+    enabled: bool = True
+    first_trial_steps: int = 8
+    max_trial_steps: int = 128
+
+    def __post_init__(self) -> None:
+        require_range(self, f"{ROOT_KEY}.guard", "first_trial_steps", 2, 1_000_000)
+        require_range(self, f"{ROOT_KEY}.guard", "max_trial_steps", 2, 1_000_000)
+        if self.first_trial_steps > self.max_trial_steps:
+            raise ValueError(
+                f"{ROOT_KEY}.guard.first_trial_steps={self.first_trial_steps!r} is over max_trial_steps="
+                f"{self.max_trial_steps!r}; expected at most the same"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FailureConfig:
     """When something counts as broken, and what is tried then. Always in force.
 
@@ -172,6 +196,7 @@ class WarConfig:
         scheduling: Priced placement of turns on replicas.
         admission: Holding trajectories until their KV fits.
         regime: When scheduling and admission are called for.
+        guard: Trials that switch scheduling and admission off where they lose.
         failures: Deadlines and retries when a replica breaks.
         block_size_tokens: Tokens per hashed block of context. 64 keeps the description of a 32k
             context at 4 kB while a shared prefix is still known to within 64 tokens.
@@ -185,6 +210,7 @@ class WarConfig:
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     regime: RegimeConfig = field(default_factory=RegimeConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     failures: FailureConfig = field(default_factory=FailureConfig)
     block_size_tokens: int = 64
     metrics_timeout_s: float = 30.0

@@ -101,7 +101,7 @@ class WorkloadManager:
     @property
     def is_loaded(self) -> bool:
         """Whether scheduling or admission is in force now."""
-        return self._scheduler is not None and self._scheduler.load.regime == "high"
+        return self._scheduler is not None and self._scheduler.is_in_force
 
     def on_step_begin(
         self, policy_step: int, num_trajectories: int, now_s: float, group_size: int = 1
@@ -201,6 +201,8 @@ class WorkloadManager:
             self._progress.on_trajectory_end(trajectory.group_id, trajectory.turns)
         if not trajectory.validate:
             self._stats.on_trajectory_end(trajectory.begin_s, now_s, failed)
+            if self._scheduler is not None:
+                self._scheduler.guard.on_trajectory_end(now_s)
         return self._drain(now_s)
 
     def on_snapshot(self, replica_id: str, snapshot: ReplicaSnapshot, now_s: float) -> list[Placement]:
@@ -363,6 +365,8 @@ class WorkloadManager:
         replica.draft_yield.on_turn_end(result.completion_tokens)
         if not trajectory.validate:
             self._progress.on_turn_output(result.completion_tokens)
+            if self._scheduler is not None:
+                self._scheduler.guard.on_turn_end(result.completion_tokens)
         if result.num_cached_tokens is None or self._scheduler is None:
             return
         if pending.retained_since_s is not None:

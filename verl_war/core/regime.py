@@ -41,6 +41,8 @@ class FleetLoad:
         self.regime: Regime = "low" if config.enter_kv_share > 0 else "high"
         self.changes = 0
         self.load_peak = 0.0
+        self.was_high = self.regime == "high"
+        """Whether it was loaded at any time of the step."""
         self._config = config
         self._fleet = fleet
         self._changed_s = -math.inf
@@ -56,6 +58,7 @@ class FleetLoad:
     def on_step_end(self) -> None:
         """Nothing more is announced."""
         self._unbegun = 0
+        self.was_high = self.regime == "high"
 
     def on_turn(self, prompt_tokens: int, is_first: bool) -> None:
         """A conversation asks for a turn with a context of this length; its first one if `is_first`."""
@@ -97,6 +100,7 @@ class FleetLoad:
         old, self.regime = self.regime, new
         self.changes += 1
         self._changed_s = now_s
+        self.was_high |= new == "high"
         cause = "contexts need {:.2f} of the KV, {:.2f} on the fullest replica, {:.2f} expected".format(*shares)
         return RegimeChange(old, new, cause)
 

@@ -12,6 +12,7 @@ from verl_war.core.cache_view import CacheView
 from verl_war.core.config import WarConfig
 from verl_war.core.fleet import Conversation, Fleet, Replica
 from verl_war.core.groups import GroupPlacement
+from verl_war.core.guard import ControlGuard
 from verl_war.core.placement import PricedPlacement
 from verl_war.core.progress import Progress
 from verl_war.core.regime import FleetLoad
@@ -24,6 +25,7 @@ DEGENERATE_AFTER = 50
 
 SCHEDULER_METRICS = (
     *("war/turns_paused", "war/regime_high", "war/regime_changes", "war/kv_load_peak", "war/degenerate_terms"),
+    *("war/guard_trial", "war/guard_off", "war/guard_speedup"),
     *(f"war/decisive_{name.removesuffix('_s')}" for name in PRICE_TERMS),
 )
 """What `Scheduler.report` gives."""
@@ -48,8 +50,8 @@ class Scheduler:
     """Decides for the fleet when `scheduling` or `admission` is on.
 
     With `scheduling` alone nothing is ever held; with `admission` alone a turn goes home or to the replica with the
-    fewest requests in flight among those where it fits. While the fleet is not loaded neither is in force, and a turn
-    goes home or to the replica with the fewest requests in flight: stock verl's rule.
+    fewest requests in flight among those where it fits. While the fleet is not loaded, and when the guard says so, neither
+    is in force, and a turn goes home or to the replica with the fewest requests in flight: stock verl's rule.
     """
 
     def __init__(
@@ -65,26 +67,36 @@ class Scheduler:
         self.trust = TrustController()
         self.groups = GroupPlacement(fleet)
         self.load = FleetLoad(config.regime, fleet)
+        self.guard = ControlGuard(config.guard)
         self.paused = 0
         self._prompt_tokens: dict[str, int] = {}
         self._full_since: int | None = None
 
     @property
+    def is_in_force(self) -> bool:
+        """Whether anything but stock verl's rule decides now."""
+        return self.load.regime == "high" and self.guard.in_force
+
+    @property
     def _is_placing(self) -> bool:
-        return self._config.scheduling.enabled and self.load.regime == "high"
+        return self._config.scheduling.enabled and self.is_in_force
 
     @property
     def _is_admitting(self) -> bool:
-        return self._config.admission.enabled and self.load.regime == "high"
+        return self._config.admission.enabled and self.is_in_force
 
     def on_step_begin(self, num_trajectories: int, group_size: int, now_s: float) -> None:
         """A step of so many trajectories begins, `group_size` of each prompt."""
+        self.guard.on_step_begin(not self._fleet.conversations, now_s)
         self.groups.on_step_begin(num_trajectories, group_size)
         self.load.on_step_begin(num_trajectories)
         self.look(now_s)
 
     def on_step_end(self, live_groups: set[str]) -> None:
         """The policy changed, and the caches were cleared; these groups still have trajectories."""
+        change = self.guard.on_step_end(self.load.was_high)
+        if change is not None:
+            logger.warning("fleet: scheduling and admission %s -> %s (%s)", change.old, change.new, change.cause)
         self.trust.forget()
         self.groups.clear()
         self.load.on_step_end()
@@ -152,7 +164,8 @@ class Scheduler:
         is_known = sampled >= DEGENERATE_AFTER
         shares = (decisive[name] / sampled if sampled else 0.0 for name in PRICE_TERMS)
         degenerate = sum(count == 0 for count in decisive.values()) if is_known else 0
-        values = (paused, self.load.regime == "high", changes, load_peak, degenerate, *shares)
+        guard = (self.guard.was_trial, self.guard.is_losing, self.guard.speedup)
+        values = (paused, self.load.regime == "high", changes, load_peak, degenerate, *guard, *shares)
         return {name: float(value) for name, value in zip(SCHEDULER_METRICS, values, strict=True)}
 
     def control(self, replica: Replica, now_s: float) -> None:

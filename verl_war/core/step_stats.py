@@ -24,6 +24,12 @@ METRICS: dict[str, tuple[str, str]] = {
     "war/regime_high": ("0..1", "1 while the fleet is loaded, so that scheduling and admission are in force"),
     "war/regime_changes": ("count", "times that the fleet became loaded, or ceased to be"),
     "war/kv_load_peak": ("ratio", "highest KV that contexts needed, or were expected to, over what is trusted"),
+    "war/guard_trial": ("0..1", "1 when this step was decided by stock verl's rule, or the other way, to compare them"),
+    "war/guard_off": ("0..1", "1 while trials have shown scheduling and admission to be slower than stock verl's rule"),
+    "war/guard_speedup": (
+        "ratio",
+        "stock verl's seconds per token over WAR's in the trials; 1 before the first",
+    ),
     "war/turns_overdue": ("count", "held turns started although they did not fit: hold limit or sandbox deadline"),
     "war/held_s": ("s", "time that turns were held, summed"),
     "war/held_p99_s": ("s", "time that a turn was held, 99th percentile of those held"),
