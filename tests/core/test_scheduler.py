@@ -227,6 +227,17 @@ def test_loss_on_a_replica_that_is_far_from_full_is_not_thrash():
     assert manager.report()["war/replica/0/trusted_share"] == 1.0
 
 
+@pytest.mark.parametrize(("cached_share", "warns"), [(0.5, True), (0.9, False)])
+def test_thrash_in_spite_of_admission_is_said(caplog, cached_share, warns):
+    caplog.set_level("WARNING", "verl_war")
+    manager = manager_of(["a"])
+    turns_of(manager, 17, cached_share, 1.0)
+    share = manager.report()["war/cache_lost_share"]
+    assert share == pytest.approx(1 - cached_share, abs=0.01)
+    assert ("thrashing in spite of admission" in caplog.text) == warns
+    assert manager.report()["war/cache_lost_share"] == 0.0, "it is that of the time since the last report"
+
+
 def test_an_abandoned_turn_leaves_the_queue():
     manager = manager_of(["a"])
     manager.on_turn(turn("s1", 9_000), 0.0)

@@ -120,15 +120,20 @@ class TrustController:
     """
 
     _evidence: dict[str, _Evidence] = field(default_factory=dict)
+    _believed_tokens: int = 0
+    _lost_tokens: int = 0
 
     def on_turn_end(self, replica: Replica, believed_tokens: int, cached_tokens: int, retained_since_s: float) -> None:
         """Take in a turn whose KV was left alone since `retained_since_s` and should have been there."""
         evidence = self._evidence.setdefault(replica.replica_id, _Evidence())
         if retained_since_s < evidence.changed_s:
             return
+        lost_tokens = max(0, believed_tokens - cached_tokens)
         evidence.turns += 1
         evidence.believed_tokens += believed_tokens
-        evidence.lost_tokens += max(0, believed_tokens - cached_tokens)
+        evidence.lost_tokens += lost_tokens
+        self._believed_tokens += believed_tokens
+        self._lost_tokens += lost_tokens
 
     def on_preemptions(self, replica: Replica, count: int) -> None:
         """The engine preempted so many requests since the last snapshot."""
@@ -168,6 +173,12 @@ class TrustController:
             return None
         replica.trusted_share = new
         return old, new
+
+    def take_lost_share(self) -> float:
+        """Share of the believed cached tokens that all engines lost since the last call."""
+        believed, lost = self._believed_tokens, self._lost_tokens
+        self._believed_tokens = self._lost_tokens = 0
+        return lost / believed if believed else 0.0
 
     def forget(self) -> None:
         """The caches were cleared: what was missed since tells nothing."""

@@ -25,10 +25,14 @@ DEGENERATE_AFTER = 50
 
 SCHEDULER_METRICS = (
     *("war/turns_paused", "war/regime_high", "war/regime_changes", "war/kv_load_peak", "war/degenerate_terms"),
-    *("war/guard_trial", "war/guard_off", "war/guard_speedup"),
+    *("war/guard_trial", "war/guard_off", "war/guard_speedup", "war/cache_lost_share"),
     *(f"war/decisive_{name.removesuffix('_s')}" for name in PRICE_TERMS),
 )
 """What `Scheduler.report` gives."""
+
+THRASH_SHARE = 0.2
+"""Share of the cache that engines may lose in a step under admission before that is worth a warning: four times what
+the controller takes for thrash."""
 
 LOOKAHEAD = 8
 """Held turns that are tried when those ranked before them do not fit: small ones fill gaps, but the scan is short."""
@@ -50,8 +54,8 @@ class Scheduler:
     """Decides for the fleet when `scheduling` or `admission` is on.
 
     With `scheduling` alone nothing is ever held; with `admission` alone a turn goes home or to the replica with the
-    fewest requests in flight among those where it fits. While the fleet is not loaded, and when the guard says so, neither
-    is in force, and a turn goes home or to the replica with the fewest requests in flight: stock verl's rule.
+    fewest requests in flight among those where it fits. While the fleet is not loaded, and when the guard says so,
+    neither is in force, and a turn goes home or to the replica with the fewest requests in flight: stock verl's rule.
     """
 
     def __init__(
@@ -164,7 +168,14 @@ class Scheduler:
         is_known = sampled >= DEGENERATE_AFTER
         shares = (decisive[name] / sampled if sampled else 0.0 for name in PRICE_TERMS)
         degenerate = sum(count == 0 for count in decisive.values()) if is_known else 0
-        guard = (self.guard.was_trial, self.guard.is_losing, self.guard.speedup)
+        lost_share = self.trust.take_lost_share()
+        if self._is_admitting and not self.guard.was_trial and lost_share > THRASH_SHARE:
+            logger.warning(
+                "fleet: thrashing in spite of admission (engines lost %.0f%% of the cache of conversations left alone; "
+                "expected under %.0f%%). Do other clients use these engines, or is vLLM's prefix caching off?",
+                *(100 * lost_share, 100 * THRASH_SHARE),
+            )
+        guard = (self.guard.was_trial, self.guard.is_losing, self.guard.speedup, lost_share)
         values = (paused, self.load.regime == "high", changes, load_peak, degenerate, *guard, *shares)
         return {name: float(value) for name, value in zip(SCHEDULER_METRICS, values, strict=True)}
 
