@@ -74,14 +74,17 @@ def test_integers_are_taken_where_seconds_are_expected():
     assert parse_war_config({"metrics_timeout_s": 5, "seed": 7}) == WarConfig(metrics_timeout_s=5.0, seed=7)
 
 
-def test_shipped_yaml_states_the_defaults_and_switches_speculation_on():
+def test_shipped_yaml_states_the_defaults_and_switches_everything_on():
     from importlib.resources import files
 
     shipped = yaml.safe_load((files("verl_war") / "config" / "rollout" / "war.yaml").read_text())
     war = parse_war_config(shipped["custom"]["war"])
     assert war.speculation.enabled
-    assert dataclasses.replace(war, speculation=dataclasses.replace(war.speculation, enabled=False)) == WarConfig()
+    controls = {name: getattr(war, name) for name in ("speculation", "scheduling", "admission")}
+    assert all(control.enabled for control in controls.values())
+    off = {name: dataclasses.replace(control, enabled=False) for name, control in controls.items()}
+    assert dataclasses.replace(war, **off) == WarConfig()
     assert set(shipped["custom"]["war"]["speculation"]) == {f.name for f in dataclasses.fields(war.speculation)}
-    assert set(shipped["custom"]["war"]) == {"speculation", "scheduling", "admission", "regime", "failures",
+    assert set(shipped["custom"]["war"]) == {"speculation", "scheduling", "admission", "regime", "guard", "failures",
                                              "block_size_tokens", "metrics_timeout_s", "seed",
                                              "journal_path"}  # fmt: skip

@@ -44,7 +44,6 @@ def test_an_engine_killed_in_mid_turn(train, tmp_path):
     controls = "actor_rollout_ref.rollout.custom.war"
     run = train(
         "code_agent", "grpo", WAR, "trainer.total_training_steps=3", f"{controls}.journal_path={journal}",
-        f"{controls}.scheduling.enabled=True", f"{controls}.admission.enabled=True",
         meanwhile=kill_in_the_second_step,
     )  # fmt: skip
     assert killed and not psutil.pid_exists(killed[0])

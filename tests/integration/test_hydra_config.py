@@ -42,7 +42,7 @@ def test_recipes_compose_and_pass_the_launch_check(recipe, algorithm, machine, t
     assert need_critic(stock) == (algorithm == "ppo")
     assert check_launch(stock) is None
     settings = check_launch(war)
-    assert settings.speculation.enabled and not settings.scheduling.enabled and not settings.admission.enabled
+    assert settings.speculation.enabled and settings.scheduling.enabled and settings.admission.enabled
 
 
 MAX_POSITIONS = {"Qwen/Qwen3-8B": 40960, "Qwen/Qwen3-32B": 40960}
