@@ -3,8 +3,8 @@
 #
 #   recipes/baseline_comparison/gpu/one_node.sh [--steps N] [--repeat N] [further options of verl-war compare]
 #
-# May be stopped and run again: it goes on where it stopped. DATA names the directory of the tasks, made if missing;
-# --dry-run prints what would be run. See README.md beside this file.
+# May be stopped and run again: it goes on where it stopped. DATA names the directory of the tasks, made if missing.
+# See README.md beside this file.
 set -euo pipefail
 case "${1:-}" in -h | --help)
     sed -n '2,/^set/ { /^#/ s/^# \{0,1\}//p }' "$0"

@@ -6,8 +6,8 @@
 #                        recipes/baseline_comparison/gpu/two_nodes.sh [--steps N] [further options of verl-war compare]
 #
 # Both nodes need the clone, its environment, the model and the tasks below the same paths. May be stopped and run
-# again: it goes on where it stopped. DATA names the directory of the tasks, made if missing; --dry-run prints what
-# would be run. See README.md beside this file.
+# again: it goes on where it stopped. DATA names the directory of the tasks, made if missing. See README.md beside this
+# file.
 set -euo pipefail
 case "${1:-}" in -h | --help)
     sed -n '2,/^set/ { /^#/ s/^# \{0,1\}//p }' "$0"
