@@ -1,4 +1,8 @@
-"""`verl-war compare`: train a recipe with stock verl and with WAR, and set the numbers side by side."""
+"""`verl-war compare`: stock verl and WAR, the numbers side by side.
+
+Mode `live` trains a recipe with both. Mode `fixed-work` has both, and rules of others, serve the very same trajectories
+on real engines.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,12 @@ import importlib.util
 import json
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from verl_war.compare.failures import TrialFailed
+from verl_war.compare.fixed_work import command as fixed_work
 from verl_war.compare.machine import GIB, describe
 from verl_war.compare.plan import ALGORITHMS, ARMS, RECIPES, Plan, Trial, find_repo
 from verl_war.compare.report import Runs, summarise
@@ -29,49 +35,79 @@ CPU_MEMORY_GIB = 12.0
 CPU_STALL_MINUTES = 30.0
 """Start-up and first step of the demo model take 2 minutes on two free cores, and 10 on busy ones."""
 
+MODES = ("live", "fixed-work")
+
+LIVE_DEFAULTS: dict[str, Any] = {
+    "algorithm": "grpo", "steps": 5, "machine": "cpu", "num_train": 64, "num_val": 16, "stall_minutes": None,
+}  # fmt: skip
+"""Options of mode `live` alone, with what they are when not given."""
+
 NEEDED_MODULES = ("matplotlib", "tensorboard", "tqdm")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `verl-war compare`."""
     parser.description = __doc__
-    parser.add_argument("--recipe", default="code_agent", metavar="|".join(RECIPES), help="what to train (%(default)s)")
-    parser.add_argument("--algorithm", default="grpo", metavar="|".join(ALGORITHMS), help="how (%(default)s)")
-    parser.add_argument("--steps", type=int, default=5, help="training steps of every trial (%(default)s)")
-    parser.add_argument("--machine", default="cpu", help="the recipe's configuration for this machine (%(default)s)")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--mode", default="live", choices=MODES, help="what is compared (%(default)s)")
+    parser.add_argument("--recipe", default="code_agent", metavar="|".join(RECIPES), help="whose agent (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of data, sampling and training (%(default)s)")
-    parser.add_argument("--arms", default=",".join(ARMS), help="what to compare; the first is the base (%(default)s)")
-    parser.add_argument("--repeat", type=int, default=1, help="trials of each arm, with seeds SEED.. (%(default)s)")
-    parser.add_argument("--num-train", type=int, default=64, help="generated training tasks (%(default)s)")
-    parser.add_argument("--num-val", type=int, default=16, help="generated validation tasks (%(default)s)")
-    parser.add_argument("--memory-gb", type=float, help=f"free GiB a trial needs ({CPU_MEMORY_GIB:g} on cpu, else 0)")
+    parser.add_argument("--arms", help=f"what to compare; the first is the base ({','.join(ARMS)})")
     parser.add_argument(
+        "--repeats", "--repeat", type=int, default=1, help="runs of each arm, with seeds SEED.. (%(default)s)"
+    )
+    parser.add_argument("--memory-gb", type=float, help=f"free GiB needed (live: {CPU_MEMORY_GIB:g} on cpu, else 0)")
+    parser.add_argument("--out", type=Path, help="directory of results (runs/...)")
+    parser.add_argument("--fresh", action="store_true", help="discard what an earlier run left in --out")
+    live = parser.add_argument_group("live", "train for real")
+    live.add_argument("--algorithm", metavar="|".join(ALGORITHMS), help=f"how ({LIVE_DEFAULTS['algorithm']})")
+    live.add_argument("--steps", type=int, help=f"training steps of every trial ({LIVE_DEFAULTS['steps']})")
+    live.add_argument("--machine", help=f"the recipe's configuration for it ({LIVE_DEFAULTS['machine']})")
+    live.add_argument("--num-train", type=int, help=f"generated training tasks ({LIVE_DEFAULTS['num_train']})")
+    live.add_argument("--num-val", type=int, help=f"generated validation tasks ({LIVE_DEFAULTS['num_val']})")
+    live.add_argument(
         "--stall-minutes",
         type=float,
         help=f"without a step for that long, give up ({CPU_STALL_MINUTES:g} on cpu, else 0)",
     )
-    parser.add_argument("--out", type=Path, help="directory of results (runs/<recipe>-<algorithm>-...)")
-    parser.add_argument("--fresh", action="store_true", help="discard what an earlier run left in --out")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides for all arms, as for verl")
+    live.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides for all arms, as for verl")
+    fixed_work.add_arguments(parser)
 
 
 def run(options: argparse.Namespace, stream: TextIO = sys.stdout) -> int:
     """Run the comparison and return the exit status: 0, 1 (a trial failed), 2 (usage), 128 + signal (stopped)."""
     try:
         with interruptible():
-            compare(plan_of(options, Path.cwd()), options.fresh, stream)
+            if options.mode == "live":
+                _refuse(options, fixed_work.DEFAULTS, "--mode fixed-work")
+                compare(plan_of(options, Path.cwd()), options.fresh, stream)
+            else:
+                _refuse(options, {**LIVE_DEFAULTS, "overrides": []}, "--mode live")
+                _require_modules()
+                fixed_work.compare(fixed_work.plan_of(options, Path.cwd()), options.fresh, stream)
     except ValueError as error:
         sys.stderr.write(f"verl-war compare: {error}\n")
         return EXIT_USAGE
     except TrialFailed as error:
-        sys.stderr.write(f"verl-war compare: {error}\nthe same command goes on from the last checkpoint\n")
+        sys.stderr.write(f"verl-war compare: {error}\nthe same command goes on where it stopped\n")
         return EXIT_FAILED
     except Interrupted as stop:
-        sys.stderr.write(
-            f"\nstopped by {stop}; no process is left, the same command goes on from the last checkpoint\n"
-        )
+        sys.stderr.write(f"\nstopped by {stop}; no process is left, the same command goes on where it stopped\n")
         return 128 + stop.signum
     return 0
+
+
+def _refuse(options: argparse.Namespace, others: Mapping[str, Any], mode: str) -> None:
+    """Raise when an option of another mode was given.
+
+    Raises:
+        ValueError: One was; it would have no effect.
+    """
+    for name in others:
+        value = getattr(options, name)
+        if value not in (None, []):
+            word = "KEY=VALUE" if name == "overrides" else "--" + name.replace("_", "-")
+            raise ValueError(f"{word} ({value}) is for {mode}; leave it out or choose that mode")
 
 
 def plan_of(options: argparse.Namespace, cwd: Path) -> Plan:
@@ -80,23 +116,25 @@ def plan_of(options: argparse.Namespace, cwd: Path) -> Plan:
     Raises:
         ValueError: An option is not what it may be, or ``cwd`` is not in a clone.
     """
-    is_cpu = options.machine == "cpu"
+    given = {name: value for name in LIVE_DEFAULTS if (value := getattr(options, name)) is not None}
+    chosen = argparse.Namespace(**(vars(options) | LIVE_DEFAULTS | given))
+    is_cpu = chosen.machine == "cpu"
     memory_gib = options.memory_gb if options.memory_gb is not None else CPU_MEMORY_GIB * is_cpu
     stall_minutes = options.stall_minutes if options.stall_minutes is not None else CPU_STALL_MINUTES * is_cpu
     return Plan(
         recipe=options.recipe,
-        algorithm=options.algorithm,
-        steps=options.steps,
-        machine=options.machine,
+        algorithm=chosen.algorithm,
+        steps=chosen.steps,
+        machine=chosen.machine,
         seed=options.seed,
-        arms=tuple(options.arms.split(",")),
-        repeats=options.repeat,
-        num_train=options.num_train,
-        num_val=options.num_val,
+        arms=tuple((options.arms or ",".join(ARMS)).split(",")),
+        repeats=options.repeats,
+        num_train=chosen.num_train,
+        num_val=chosen.num_val,
         overrides=tuple(options.overrides),
         memory_bytes=int(memory_gib * GIB),
         stall_s=60 * stall_minutes,
-        out=(options.out or cwd / "runs" / default_name(options)).absolute(),
+        out=(options.out or cwd / "runs" / default_name(chosen)).absolute(),
         repo=find_repo(cwd, options.recipe),
     )
 

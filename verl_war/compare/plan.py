@@ -245,21 +245,36 @@ class Plan:
 
     def base_environment(self, run_id: str, scratch: Path, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
         """The environment that all subprocesses of a comparison share."""
-        environment = {
-            # Reporting of usage is the user's decision; here it would only slow a machine without network down.
-            **{"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1"},
-            **inherited,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(self.repo), inherited.get("PYTHONPATH")])),
-            "PYTHONUNBUFFERED": "1",
-            "TMPDIR": str(scratch),
-            "RAY_TMPDIR": str(scratch),
-            RUN_ID_ENV: run_id,
-        }
-        if self.is_cpu:
-            # The demo model is a local directory, and the Ray of somebody else must stay untouched.
-            environment.pop("RAY_ADDRESS", None)
-            environment |= {"VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-        return environment
+        return base_environment(self.repo, run_id, scratch, self.is_cpu, inherited)
+
+
+def base_environment(
+    repo: Path, run_id: str, scratch: Path, is_cpu: bool, inherited: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The environment of a comparison's subprocesses.
+
+    Args:
+        repo: The clone that they run in.
+        run_id: Unique name of this start; marks its processes.
+        scratch: Directory for Ray, sockets and temporary files; short, because socket paths are limited.
+        is_cpu: Whether they run without accelerator.
+        inherited: What is kept where nothing else is said.
+    """
+    environment = {
+        # Reporting of usage is the user's decision; here it would only slow a machine without network down.
+        **{"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1"},
+        **inherited,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(repo), inherited.get("PYTHONPATH")])),
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": str(scratch),
+        "RAY_TMPDIR": str(scratch),
+        RUN_ID_ENV: run_id,
+    }
+    if is_cpu:
+        # The demo model is a local directory, and the Ray of somebody else must stay untouched.
+        environment.pop("RAY_ADDRESS", None)
+        environment |= {"VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    return environment
 
 
 def hydra_value(value: Any) -> str:

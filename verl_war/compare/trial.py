@@ -112,7 +112,7 @@ def prepare_data(plan: Plan, stream: TextIO) -> None:
     stream.write(f"data: generating {plan.num_train} training and {plan.num_val} validation tasks\n")
     plan.data_directory.mkdir(parents=True, exist_ok=True)
     log = plan.data_directory / "console.log"
-    with _scratch() as (run_id, scratch):
+    with scratch_directory() as (run_id, scratch):
         code = run_supervised(plan.data_command(), plan.base_environment(run_id, scratch), log, plan.repo)
     if code != 0 or not all(file.exists() for file in files):
         raise TrialFailed(failure_message("data", code, log))
@@ -154,7 +154,7 @@ def run_supervised(
 def _attempt(trial: Trial, state: TrialState, repo: Path) -> Iterator[tuple[str, Path]]:
     """Keep the state file true from the start of an attempt to its end, whatever ends it."""
     begin_s = time.time()
-    with _scratch() as (run_id, scratch):
+    with scratch_directory() as (run_id, scratch):
         running = replace(
             state,
             status="running",
@@ -178,7 +178,7 @@ def _attempt(trial: Trial, state: TrialState, repo: Path) -> Iterator[tuple[str,
 
 
 @contextlib.contextmanager
-def _scratch() -> Iterator[tuple[str, Path]]:
+def scratch_directory() -> Iterator[tuple[str, Path]]:
     """A fresh run id and temporary directory."""
     parent = SCRATCH_PARENT if os.access(SCRATCH_PARENT, os.W_OK) else Path(tempfile.gettempdir())
     folder = Path(tempfile.mkdtemp(prefix="war-", dir=parent))

@@ -108,16 +108,24 @@ def claim(plan: Plan, fresh: bool) -> None:
     Raises:
         ValueError: It holds another comparison.
     """
-    path = plan.out / "plan.json"
     if fresh:
         _remove_results(plan.out)
-    wanted: dict[str, Any] = plan.identity()
+    claim_identity(plan.out, plan.identity())
+
+
+def claim_identity(out: Path, wanted: dict[str, Any]) -> None:
+    """Note in ``out`` what is compared there.
+
+    Raises:
+        ValueError: It holds another comparison.
+    """
+    path = out / "plan.json"
     if path.exists():
         found = json.loads(path.read_text())
         changed = [f"{key}: {found.get(key)!r} -> {wanted[key]!r}" for key in wanted if found.get(key) != wanted[key]]
         if changed:
             raise ValueError(
-                f"--out={plan.out} holds another comparison ({'; '.join(changed)}); choose another --out, or use "
+                f"--out={out} holds another comparison ({'; '.join(changed)}); choose another --out, or use "
                 "--fresh to discard it"
             )
     write_atomically(path, json.dumps(wanted, indent=1))

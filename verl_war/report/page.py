@@ -55,13 +55,18 @@ def page(title: str, analyses: Sequence[Analysis], logged: Metrics) -> str:
     with matplotlib.rc_context(STYLE):
         parts = [part for analysis in analyses for part in _journal(analysis)]
         drawn = [metrics(records, f"verl's metrics: {path.name}") for path, records in logged.items()]
-        parts += [_section(picture) for picture in drawn if picture is not None]
+        parts += [section(picture) for picture in drawn if picture is not None]
+    return document(title, parts, "verl-war report")
+
+
+def document(title: str, parts: Sequence[str], command: str) -> str:
+    """A page of these parts that names the command it comes from."""
     body = "\n".join(parts)
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n'
         f"<style>{CSS}</style>\n</head>\n<body>\n<main>\n<h1>{escape(title)}</h1>\n{body}\n"
-        f"<footer>verl_war {__version__}: verl-war report</footer>\n</main>\n</body>\n</html>\n"
+        f"<footer>verl_war {__version__}: {escape(command)}</footer>\n</main>\n</body>\n</html>\n"
     )
 
 
@@ -77,13 +82,14 @@ def _journal(analysis: Analysis) -> Iterator[str]:
         return
     drawn = makespans(steps)
     if drawn is not None:
-        yield _section(drawn, _all_steps(steps, analysis.series.begin_s))
+        yield section(drawn, _all_steps(steps, analysis.series.begin_s))
     yield from (_critical(step) for step in in_full(steps))
     pictures = (*TimeFigures(analysis).all(), step_time(analysis.fits))
-    yield from (_section(picture) for picture in pictures if picture is not None)
+    yield from (section(picture) for picture in pictures if picture is not None)
 
 
-def _section(picture: Picture, more: str = "") -> str:
+def section(picture: Picture, more: str = "") -> str:
+    """A picture with its text, and HTML below it."""
     return (
         f"<section>\n<h3>{escape(picture.title)}</h3>\n<p>{escape(picture.text)}</p>\n{as_svg(picture.figure)}{more}\n"
         "</section>"
@@ -92,7 +98,7 @@ def _section(picture: Picture, more: str = "") -> str:
 
 def _all_steps(steps: Sequence[Step], begin_s: float) -> str:
     head, rows = step_rows(steps, begin_s)
-    return f"<details><summary>All {len(steps)} rollouts as a table</summary>{_table(head, rows)}</details>"
+    return f"<details><summary>All {len(steps)} rollouts as a table</summary>{table(head, rows)}</details>"
 
 
 def _critical(step: Step) -> str:
@@ -113,11 +119,11 @@ def _critical(step: Step) -> str:
         f"{step.makespan_s:.1f} s. Half had ended after {step.span_s(0.5):.1f} s, 90% after {step.span_s(0.9):.1f} s, "
         f"99% after {step.span_s(0.99):.1f} s."
     )
-    return _section(Picture(f"Critical path of {step.name}", text, critical_path(step)), _table(head, rows))
+    return section(Picture(f"Critical path of {step.name}", text, critical_path(step)), table(head, rows))
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells of the last column hold text."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; cells of the last column hold text."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         last = len(cells) - 1

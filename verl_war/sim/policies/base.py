@@ -121,7 +121,10 @@ class RoutingPolicy(ABC):
         return ()
 
     def on_turn(self, turn: Turn, now_s: float) -> Sequence[Start]:
-        replica_id = self.choose(turn, now_s)
+        return (self.start(turn, self.choose(turn, now_s)),)
+
+    def start(self, turn: Turn, replica_id: str) -> Start:
+        """Take a turn that starts there into account."""
         home = self.home.get(turn.trajectory_id)
         if home != replica_id:
             if home is not None:
@@ -130,7 +133,7 @@ class RoutingPolicy(ABC):
             self.home[turn.trajectory_id] = replica_id
         self.inflight[replica_id] += 1
         self.begun(turn, replica_id)
-        return (Placed(turn.trajectory_id, turn.session_id, replica_id, turn.priority),)
+        return Placed(turn.trajectory_id, turn.session_id, replica_id, turn.priority)
 
     def on_turn_end(
         self, trajectory_id: str, session_id: str, replica_id: str, result: TurnResult, now_s: float

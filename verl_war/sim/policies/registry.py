@@ -10,6 +10,7 @@ from functools import partial
 from verl_war.sim.policies import war
 from verl_war.sim.policies.base import Policy, PolicyContext
 from verl_war.sim.policies.clairvoyant import Clairvoyant, Strategy
+from verl_war.sim.policies.paper import PaperLike
 from verl_war.sim.policies.routing import DynamoLike, KvcAwareLike, LeastLive, Margin, RoundRobin, SmgCacheAware
 from verl_war.sim.policies.thunderagent import ThunderAgentLike
 
@@ -54,6 +55,7 @@ _SPECS = (
     PolicySpec("dynamo_like", "NVIDIA Dynamo: blocks to prefill + active blocks", (DynamoLike,)),
     PolicySpec("kvcaware_like", "uni-agent: home until its KV is full, then most KV left", (KvcAwareLike,)),
     PolicySpec("thunderagent_like", "ThunderAgent: pause and resume programs by KV", (ThunderAgentLike,)),
+    PolicySpec("paper_like", "WAR's paper: four-term score, AIMD window", (PaperLike,)),
     PolicySpec("war", "WAR: priced placement and admission by KV fit", _manager(war.WAR)),
     PolicySpec("war_placement_only", "WAR without admission", _manager(war.PLACEMENT)),
     PolicySpec("war_admission_only", "WAR without priced placement", _manager(war.ADMISSION)),

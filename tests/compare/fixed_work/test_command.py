@@ -1,0 +1,222 @@
+"""The command without engines: resumption, failures, refusals, Ctrl-C, the directory, the report."""
+
+import argparse
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.compare.conftest import is_running, take_ctrl_c, wait_until
+from tests.compare.fixed_work.helpers import ROOT, plan
+from verl_war.compare import command as compare_command
+from verl_war.compare.fixed_work import command
+
+FAKE_WORK = "tests.compare.fixed_work.fake_work"
+FAKE_TEXTS = "tests.compare.fixed_work.fake_texts"
+
+
+@pytest.fixture
+def out(tmp_path, monkeypatch):
+    """A directory for the command, whose working process is a fake."""
+    monkeypatch.setattr(command, "WORK_MODULE", FAKE_WORK)
+    monkeypatch.setattr(command, "TEXTS_MODULE", FAKE_TEXTS)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(ROOT)
+    directory = tmp_path / "out"
+    directory.mkdir()
+    return directory
+
+
+def run(out, *arguments):
+    """Exit status and output of the command."""
+    parser = argparse.ArgumentParser()
+    compare_command.add_arguments(parser)
+    words = ["--mode", "fixed-work", "--arms", "stock,margin,war", "--load", "1,3", "--repeats", "2"]
+    options = parser.parse_args([*words, "--memory-gb", "0.01", "--out", str(out), *arguments])
+    stream = io.StringIO()
+    return compare_command.run(options, stream), stream.getvalue()
+
+
+def wish(out, **wanted):
+    (out / "fake.json").write_text(json.dumps(wanted))
+
+
+def plays(out):
+    """Arms in the order in which they were played, and how."""
+    return [line.split() for line in (out / "plays").read_text().splitlines()]
+
+
+def rows(out):
+    return list(csv.DictReader((out / "runs.csv").open()))
+
+
+def test_runs_are_made_once_and_reported(out):
+    code, text = run(out)
+    assert code == 0, (out / "console.log").read_text()[-3000:]
+    assert "2.00 (2.00..2.00), n=2" in text  # 8.01 / 4.01 and 8.02 / 4.02
+    assert {(row["load"], row["arm"], row["status"]) for row in rows(out)} == {
+        (load, arm, "complete") for load in "13" for arm in ("stock", "margin", "war")
+    }
+    assert len(rows(out)) == 12
+    report = json.loads((out / "report.json").read_text())
+    assert {row["arm"]: row["speed_up"] and round(row["speed_up"]["mean"], 1) for row in report["rows"]} == {
+        "stock": None, "margin": 1.3, "war": 2.0,
+    }  # fmt: skip
+    before = plays(out)
+    assert run(out)[0] == 0
+    assert plays(out) == before  # nothing was left to do
+    assert run(out, "--repeats", "3")[0] == 0
+    added = [arm for arm, _, kind in plays(out)[len(before) :] if kind == "measured"]
+    assert sorted(added) == ["margin", "margin", "stock", "stock", "war", "war"]  # of the third repeat
+
+
+def test_engines_of_a_kind_serve_all_its_arms_after_a_warm_up(out):
+    run(out)
+    assert (out / "starts").read_text().split() == ["plain", "war"] or (
+        (out / "starts").read_text().split() == ["war", "plain"]
+    )
+    played = plays(out)
+    assert ["stock", "0", "earlier"] in played  # the earlier step, which WAR may know
+    assert [int(earlier) for arm, earlier, _ in played if arm == "war"] == [1] * 4
+    assert sum(kind == "warm-up" for *_, kind in played) == 2
+
+
+def test_a_run_that_fails_is_kept_marked_and_made_again(out):
+    wish(out, fail=["margin"])
+    code, text = run(out)
+    assert code == 1
+    assert "load1_repeat1_margin does not count, failed: RuntimeError: an engine broke" in text
+    assert "war" in text  # the others went on
+    failed = [row for row in rows(out) if row["status"] == "failed"]
+    assert [row["arm"] for row in failed] == ["margin"] * 4
+    assert failed[0]["output_tokens"] == "90"  # what it had measured
+    wish(out)
+    code, text = run(out)
+    assert code == 0
+    assert sorted((row["attempt"], row["status"]) for row in rows(out) if row["arm"] == "margin") == (
+        [("1", "failed")] * 4 + [("2", "complete")] * 4
+    )
+    assert "does not count, failed" in (out / "report.html").read_text()
+
+
+def test_arms_that_do_other_work_are_refused(out):
+    wish(out, short=["war"])
+    code, text = run(out)
+    assert code == 1
+    assert "load1_repeat1_war does not count, refused:" in text
+    report = json.loads((out / "report.json").read_text())
+    assert {row["arm"] for row in report["rows"]} == {"stock", "margin"}
+    assert sum(run["status"] == "refused" for run in report["runs"]) == 4
+    before = plays(out)
+    run(out)
+    assert plays(out) == before
+
+
+def test_without_a_base_there_are_no_ratios(out):
+    wish(out, fail=["stock"])
+    code, text = run(out)
+    assert code == 1
+    assert "no run of stock counts, so there are no ratios" in text
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["--arms", "stock,wra"], "'wra' is unknown (did you mean 'war'?)"),
+        (["--load", "much"], "--load: 'much' is neither low, middle, high, sweep nor"),
+        (["--trace", "missing.jsonl", "--load", "4"], "--load=4 is for generated trajectories"),
+        (["--kv-tokens", "512"], "and a replica has KV for --kv-tokens=512"),
+        (["--memory-gb", "100000"], "needs 100000.0 GiB of free memory"),
+        (["--recipe", "cod_agent"], "--recipe='cod_agent' must be one of code_agent, search_agent"),
+        (["--steps", "3"], "--steps (3) is for --mode live"),
+        (["trainer.x=1"], "KEY=VALUE (['trainer.x=1']) is for --mode live"),
+        (["--replicas", "0"], "--replicas=0 must be between 1 and 64"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_starts(out, capsys, arguments, message):
+    assert run(out, *arguments)[0] == 2
+    assert message in capsys.readouterr().err
+    assert not (out / "starts").exists()
+
+
+def test_a_missing_trace_is_said(out, capsys):
+    parser = argparse.ArgumentParser()
+    compare_command.add_arguments(parser)
+    options = parser.parse_args(["--mode", "fixed-work", "--trace", "missing.jsonl", "--out", str(out)])
+    assert compare_command.run(options) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_options_of_fixed_work_are_refused_in_live_mode(out, capsys):
+    assert run(out, "--mode", "live")[0] == 2
+    assert "--load (1,3) is for --mode fixed-work" in capsys.readouterr().err
+
+
+def test_another_comparison_in_the_directory_is_left_alone(out, capsys):
+    run(out)
+    assert run(out, "--seed", "9")[0] == 2
+    assert "holds another comparison (seed: 1 -> 9)" in capsys.readouterr().err
+    (out / "mine").write_text("x")
+    assert run(out, "--seed", "9", "--fresh")[0] == 0
+    assert {row["seed"] for row in rows(out)} == {"9", "10"}
+    assert (out / "mine").exists()
+
+
+def test_a_directory_in_use_is_refused(out, capsys):
+    code = (
+        "import pathlib, sys, time\n"
+        "from verl_war.compare.workspace import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])):\n"
+        "    print('held', flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, str(out)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        assert run(out)[0] == 2
+        assert f"is in use by another comparison (process {holder.pid})" in capsys.readouterr().err
+    finally:
+        holder.kill()
+        holder.wait()
+    assert run(out)[0] == 0
+
+
+def test_ctrl_c_keeps_what_was_measured(out):
+    words = ["--mode", "fixed-work", "--arms", "stock,margin,war", "--load", "1", "--memory-gb", "0.01"]
+    found = plan(out, loads=(1,), repeats=1)
+    *earlier, last = found.order(found.cases()[0])
+    wish(out, hang=last)
+    code = (
+        "import argparse, sys\n"
+        "from verl_war.compare import command\n"
+        "from verl_war.compare.fixed_work import command as fixed_work\n"
+        f"fixed_work.WORK_MODULE, fixed_work.TEXTS_MODULE = {FAKE_WORK!r}, {FAKE_TEXTS!r}\n"
+        "parser = argparse.ArgumentParser()\n"
+        "command.add_arguments(parser)\n"
+        "sys.exit(command.run(parser.parse_args()))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *words, "--out", str(out)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=take_ctrl_c,
+    )  # fmt: skip
+    try:
+        wait_until(lambda: (out / "hangs").exists(), "the run that hangs")
+        os.kill(process.pid, signal.SIGINT)
+        text = process.communicate(timeout=120)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGINT
+    assert "the same command goes on where it stopped" in text
+    report = json.loads((out / "report.json").read_text())
+    assert {run["name"] for run in report["runs"]} == {f"load1_repeat1_{arm}" for arm in earlier}
+    assert not is_running(int((out / "hangs").read_text()))
+    wish(out)
+    before = len(plays(out))
+    assert run(out, "--load", "1", "--repeats", "1")[0] == 0
+    assert sum(arm == last and kind == "measured" for arm, _, kind in plays(out)[before:]) == 1
+    assert len(rows(out)) == 3

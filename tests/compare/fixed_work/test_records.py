@@ -1,0 +1,58 @@
+"""Records: written whole, read back, an attempt that failed is kept beside the next."""
+
+import math
+
+import pytest
+
+from tests.compare.fixed_work.helpers import KV_TOKENS, SPECS, record
+from verl_war.compare.fixed_work import records
+from verl_war.compare.fixed_work.plan import Case, Run
+from verl_war.compare.fixed_work.results import Replayed
+
+RUN = Run(case=Case(load=2, repeat=1, seed=1), arm="stock")
+
+
+def test_a_record_survives_its_file(tmp_path):
+    records.save(tmp_path, record())
+    assert records.load(records.path_of(tmp_path, RUN)) == record()
+    assert records.is_done(tmp_path, RUN)
+    assert not records.is_done(tmp_path, Run(case=RUN.case, arm="war"))
+
+
+def test_a_run_that_failed_at_once_is_kept_without_numbers(tmp_path):
+    records.save(tmp_path, records.record_of(RUN, SPECS, Replayed(), KV_TOKENS, "RuntimeError: it broke"))
+    found = records.load(records.path_of(tmp_path, RUN))
+    assert (found.status, found.cause) == ("failed", "RuntimeError: it broke")
+    assert math.isnan(found.totals["t99_s"])
+    assert "NaN" not in records.path_of(tmp_path, RUN).read_text()
+
+
+def test_what_failed_is_made_again_and_stays_on_record(tmp_path):
+    records.save(tmp_path, record(cause="it broke"))
+    assert not records.is_done(tmp_path, RUN)
+    assert records.attempts(tmp_path, RUN) == 1
+    records.save(tmp_path, record(attempt=2))
+    assert records.is_done(tmp_path, RUN)
+    assert [(it.attempt, it.status) for it in records.load_all(tmp_path)] == [(1, "failed"), (2, "complete")]
+
+
+def test_what_was_refused_is_not_made_again(tmp_path):
+    records.save(tmp_path, record(output=5))
+    assert records.load(records.path_of(tmp_path, RUN)).status == "refused"
+    assert records.is_done(tmp_path, RUN)
+
+
+DAMAGES = (
+    lambda text: text[:-30],
+    lambda text: "{}",
+    lambda text: text.replace('"format": 1', '"format": 9'),
+)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_record_says_which_and_what_to_do(tmp_path, damage):
+    records.save(tmp_path, record())
+    path = records.path_of(tmp_path, RUN)
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(ValueError, match=f"record {path} cannot be read.*delete it to repeat the run"):
+        records.load(path)

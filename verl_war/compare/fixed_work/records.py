@@ -1,0 +1,187 @@
+"""Records of runs: one JSON file each, written when the run is over, however it ended."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from verl_war.compare.fixed_work.plan import Case, Run
+from verl_war.compare.fixed_work.results import Replayed, TurnRecord
+from verl_war.compare.workspace import write_atomically
+from verl_war.sim.trace import TrajectorySpec
+
+FORMAT = 1
+
+Status = Literal["complete", "failed", "refused"]
+
+WORK_TOLERANCE = 0.005
+"""Share by which arms' decode tokens may differ: a tenth of the smallest difference in time worth a word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One run.
+
+    Attributes:
+        status: `refused` when it did other work than the others of its case.
+        cause: Why it failed or was refused.
+        expected_tokens: Tokens to generate, by the trajectories.
+        totals: Numbers by name; see `measures.MEASURES`.
+        turns: In the order in which they ended.
+        end_s: Trajectory -> when it ended.
+        war: What WAR's router reports.
+        begun_at: Time of day.
+        version: Of verl_war.
+        attempt: 1 unless earlier ones failed.
+    """
+
+    case: Case
+    arm: str
+    status: Status
+    cause: str = ""
+    expected_tokens: int
+    totals: dict[str, float]
+    turns: tuple[TurnRecord, ...] = ()
+    end_s: dict[str, float] = field(default_factory=dict)
+    war: dict[str, float] = field(default_factory=dict)
+    begun_at: str = ""
+    version: str = ""
+    attempt: int = 1
+
+    @property
+    def name(self) -> str:
+        """Of the run."""
+        return Run(case=self.case, arm=self.arm).name
+
+
+def record_of(
+    run: Run, specs: Sequence[TrajectorySpec], done: Replayed, kv_tokens: int, cause: str = "", **facts: Any
+) -> Record:
+    """The record of a run that ended, with `cause` of one that failed."""
+    expected = sum(spec.output_tokens for spec in specs)
+    totals = totals_of(done, kv_tokens)
+    status: Status = "failed" if cause else "complete"
+    if not cause and differ(totals["output_tokens"], expected):
+        status = "refused"
+        cause = f"{totals['output_tokens']:.0f} tokens were generated, and the trajectories have {expected}"
+    return Record(
+        case=run.case, arm=run.arm, status=status, cause=cause, expected_tokens=expected, totals=totals,
+        turns=tuple(done.turns), end_s=dict(done.end_s), war=dict(done.war), **facts,
+    )  # fmt: skip
+
+
+def totals_of(done: Replayed, kv_tokens: int) -> dict[str, float]:
+    """Numbers of a run."""
+    output, prompt, cached = (done.total(f"{kind}_tokens") for kind in ("output", "prompt", "cached"))
+    held_s = [turn.started_s - turn.asked_s for turn in done.turns]
+    speculation = done.speculation
+    return {
+        "makespan_s": done.makespan_s,
+        **{f"t{percent}_s": percentile(list(done.end_s.values()), percent) for percent in (50, 90, 99)},
+        "turns": len(done.turns),
+        "output_tokens": output,
+        "output_tokens_per_s": output / done.makespan_s if done.makespan_s else 0.0,
+        "prompt_tokens": prompt,
+        "prompt_tokens_cached": cached,
+        # What a preemption makes an engine compute again is in it.
+        "prompt_tokens_computed": max(0, done.computed_tokens - output),
+        "preemptions": done.preemptions,
+        "drafted_tokens": done.drafted_tokens,
+        "accepted_tokens": done.accepted_tokens,
+        "drafting_steps_share": _ratio(speculation.get("drafting_steps", 0.0), speculation.get("steps", 0.0)),
+        "draft_time_share": _ratio(speculation.get("draft_s", 0.0), speculation.get("step_s", 0.0)),
+        "engine_steps": done.engine_steps,
+        "held_s": sum(held_s),
+        "held_max_s": max(held_s, default=0.0),
+        "moves": moves(done.turns),
+        "kv_demand_peak": done.kv_demand_peak_tokens / (kv_tokens * max(1, len(done.busy_s))),
+        "busy_s": sum(done.busy_s.values()),
+        "router_cpu_s": done.router_cpu_s,
+        "client_cpu_s": done.client_cpu_s,
+        "peak_rss_bytes": done.peak_rss_bytes,
+    }
+
+
+def moves(turns: Sequence[TurnRecord]) -> int:
+    """Turns on another replica than their trajectory's last."""
+    last: dict[str, str] = {}
+    count = 0
+    for turn in sorted(turns, key=lambda turn: turn.number):
+        count += last.get(turn.trajectory_id, turn.replica_id) != turn.replica_id
+        last[turn.trajectory_id] = turn.replica_id
+    return count
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The least value that so many per cent of all do not exceed; NaN of none."""
+    ordered = sorted(values)
+    return ordered[math.ceil(len(ordered) * percent / 100) - 1] if ordered else math.nan
+
+
+def differ(tokens: float, expected: float) -> bool:
+    """Whether this is other work."""
+    return abs(tokens - expected) > WORK_TOLERANCE * expected
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def path_of(directory: Path, run: Run, failed_attempt: int = 0) -> Path:
+    """File of a run's record; of an attempt that failed and was made again."""
+    return directory / (f"{run.name}.failed{failed_attempt}.json" if failed_attempt else f"{run.name}.json")
+
+
+def save(directory: Path, record: Record) -> None:
+    """Write a record. An earlier attempt's stays beside it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    run = Run(case=record.case, arm=record.arm)
+    path = path_of(directory, run)
+    if path.exists():
+        path.rename(path_of(directory, run, load(path).attempt))
+    raw = asdict(record) | {"format": FORMAT, "turns": [astuple(turn) for turn in record.turns]}
+    # NaN is no JSON: a run that failed before a trajectory ended has no percentiles.
+    raw["totals"] = {name: None if value != value else value for name, value in record.totals.items()}
+    write_atomically(path, json.dumps(raw) + "\n")
+
+
+def load(path: Path) -> Record:
+    """Read a record.
+
+    Raises:
+        ValueError: It is damaged or of another version.
+    """
+    try:
+        raw = json.loads(path.read_text())
+        if raw.pop("format") != FORMAT:
+            raise ValueError(f"it is of another format than {FORMAT}")
+        raw["case"] = Case(**raw["case"])
+        raw["turns"] = tuple(TurnRecord(*turn) for turn in raw["turns"])
+        raw["totals"] = {name: math.nan if value is None else value for name, value in raw["totals"].items()}
+        unknown = set(raw) - {field.name for field in fields(Record)}
+        if unknown:
+            raise ValueError(f"it has unknown keys {sorted(unknown)}")
+        return Record(**raw)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"record {path} cannot be read ({error!r}); delete it to repeat the run") from error
+
+
+def load_all(directory: Path) -> list[Record]:
+    """All records, attempts that failed and were made again included, by name."""
+    return [load(path) for path in sorted(directory.glob("*.json"))]
+
+
+def is_done(directory: Path, run: Run) -> bool:
+    """Whether a run need not be made any more."""
+    path = path_of(directory, run)
+    return path.exists() and load(path).status != "failed"
+
+
+def attempts(directory: Path, run: Run) -> int:
+    """Attempts of a run so far."""
+    path = path_of(directory, run)
+    return load(path).attempt if path.exists() else 0
