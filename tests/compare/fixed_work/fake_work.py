@@ -1,6 +1,7 @@
 """The working process without engines: the real order, records and resumption around runs that only say how long.
 
-What a test wants of it is in `fake.json` of the comparison's directory: {"fail": [arm], "short": [arm], "hang": arm}.
+What a test wants of it is in `fake.json` of the comparison's directory:
+{"fail": [arm], "short": [arm], "hang": arm, "fail_earlier": true}.
 """
 
 import asyncio
@@ -32,6 +33,8 @@ def main(text):
         kind = "measured" if is_measured else "earlier" if keeps_texts else "warm-up"
         with (plan.out / "plays").open("a") as plays:
             plays.write(f"{arm.name} {len(earlier)} {kind}\n")
+        if kind == "earlier" and wanted.get("fail_earlier"):
+            raise OSError("no space")
         if wanted.get("hang") == arm.name and is_measured:
             (plan.out / "hangs").write_text(str(os.getpid()))
             time.sleep(600)

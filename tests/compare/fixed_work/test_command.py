@@ -104,6 +104,15 @@ def test_a_run_that_fails_is_kept_marked_and_made_again(out):
     assert "does not count, failed" in (out / "report.html").read_text()
 
 
+def test_without_an_earlier_step_only_the_arms_that_know_it_fail(out):
+    wish(out, fail_earlier=True)
+    code, text = run(out)
+    assert code == 1
+    assert "load1_repeat1_war does not count, failed: the text of an earlier step could not be generated" in text
+    assert "OSError: no space" in text
+    assert {row["arm"] for row in rows(out) if row["status"] == "complete"} == {"stock", "margin"}
+
+
 def test_arms_that_do_other_work_are_refused(out):
     wish(out, short=["war"])
     code, text = run(out)

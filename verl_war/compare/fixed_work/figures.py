@@ -13,7 +13,7 @@ from verl_war.compare.fixed_work.records import Record
 from verl_war.report.drawing import BLUE, CURVES, GRAY, GREEN, ORANGE, RED, Picture, new_figure
 
 MAX_GANTT_ARMS = 6
-"""More arms than this make bars too thin to see turns."""
+"""More make the page too long to compare; the base and WAR come first."""
 
 WAR_COLOUR = RED
 
@@ -96,7 +96,8 @@ def waterfall(parts: Mapping[str, float], total: float, load: float) -> Picture 
 
 def gantt(runs: Sequence[Record], arms: Sequence[str]) -> Picture | None:
     """Replicas over time in the runs of one case: turns that run, and turns that wait."""
-    shown = [run for arm in arms for run in runs if run.arm == arm][:MAX_GANTT_ARMS]
+    order = [arms[0], *(arm for arm in arms[1:] if arm == "war"), *(arm for arm in arms[1:] if arm != "war")]
+    shown = [run for arm in order for run in runs if run.arm == arm][:MAX_GANTT_ARMS]
     if not shown:
         return None
     figure = new_figure(0.8 + 1.35 * len(shown))

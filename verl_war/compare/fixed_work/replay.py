@@ -89,6 +89,8 @@ async def replay(
         if is_war and client.link._listening is not None:
             client.link._listening.cancel()  # or it waits for the router to come back
         ray.kill(router)
+        # Or engines would exchange text beside the next arm's run on others.
+        await asyncio.gather(*(it.war_share_with.remote([]) for it in servers.values()), return_exceptions=True)
     for name, reading in (await _read(servers)).items():
         _add(done, name, before[name], reading)
     return done

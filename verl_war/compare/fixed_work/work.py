@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ray.exceptions import RayError
+
 from verl_war.compare.fixed_work import records
 from verl_war.compare.fixed_work.arms import ARMS, Arm, EngineKind
 from verl_war.compare.fixed_work.engines import EngineSpec, machine_dtype, start_servers, stop_servers
@@ -36,6 +38,14 @@ EARLIER_SEED = 1_000_000
 
 Start = Callable[[EngineSpec, int], Awaitable[dict[str, Any]]]
 Play = Callable[..., Awaitable[Replayed]]
+
+
+RUN_ERRORS = (RunFailed, RayError, RuntimeError, OSError)
+"""What ends one run and leaves the others worth having."""
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}"
 
 
 def say(text: str) -> None:
@@ -74,43 +84,57 @@ class Worker:
         arms = [ARMS[run.arm] for run in runs]
         for arm in arms:
             await self._engines_of(arm)
-        earlier = await self._earlier_step(case, specs, arms) if any(arm.knows_earlier_step for arm in arms) else []
+        earlier, broken = [], ""
+        if any(arm.knows_earlier_step for arm in arms):
+            try:
+                earlier = await self._earlier_step(case, specs, arms[0])
+            except RUN_ERRORS as error:
+                broken = f"the text of an earlier step could not be generated ({_words(error)})"
+                self._stop(arms[0])
         for run, arm in zip(runs, arms, strict=True):
             say(f"load {case.load:g}, repeat {case.repeat}: {arm.name}")
-            await self._run(run, arm, specs, earlier)
+            await self._run(run, arm, specs, earlier, broken if arm.knows_earlier_step else "")
 
     async def _run(
-        self, run: Run, arm: Arm, specs: Sequence[TrajectorySpec], earlier: Sequence[tuple[str, EarlierText]]
+        self,
+        run: Run,
+        arm: Arm,
+        specs: Sequence[TrajectorySpec],
+        earlier: Sequence[tuple[str, EarlierText]],
+        cause: str,
     ) -> None:
+        """Make a run and save its record; with a `cause` that forbids it, only the record of its failure."""
         facts: dict[str, Any] = {
             "begun_at": time.strftime("%Y-%m-%d %H:%M:%S"),
             "version": self._version,
             "attempt": 1 + records.attempts(self._plan.runs_directory, run),
         }
-        done, cause = Replayed(), ""
+        done = Replayed()
         try:
-            engines = await self._engines_of(arm)
-            done = await self._play(arm, engines, self._next_step(specs, run.case.seed), earlier)
-        except RunFailed as failure:
-            done, cause = failure.so_far, str(failure)
-        except Exception as error:  # whatever it is, the other runs are worth having
-            cause = f"{type(error).__name__}: {error}"
+            if not cause:
+                engines = await self._engines_of(arm)
+                done = await self._play(arm, engines, self._next_step(specs, run.case.seed), earlier)
+        except RUN_ERRORS as error:
+            done, cause = error.so_far if isinstance(error, RunFailed) else done, _words(error)
+            self._stop(arm)
         record = records.record_of(run, specs, done, self._plan.kv_tokens, cause, **facts)
         records.save(self._plan.runs_directory, record)
         if record.status != "complete":
             self.failed.append(run.name)
             say(f"{run.name} {record.status}: {record.cause}")
-        if cause:
-            # Requests may still be on its engines.
-            stop_servers(self._engines.pop(arm.engine).servers if arm.engine in self._engines else {})
+
+    def _stop(self, arm: Arm) -> None:
+        """End the engines of an arm that failed: requests may still be on them. The next run starts others."""
+        if arm.engine in self._engines:
+            stop_servers(self._engines.pop(arm.engine).servers)
 
     async def _earlier_step(
-        self, case: Case, specs: Sequence[TrajectorySpec], arms: Sequence[Arm]
+        self, case: Case, specs: Sequence[TrajectorySpec], arm: Arm
     ) -> list[tuple[str, EarlierText]]:
         """What stock verl's rule generates in a step before, with the same prompts and other random numbers."""
         say(f"load {case.load:g}, repeat {case.repeat}: the text of an earlier step")
         step = self._next_step(specs, case.seed + EARLIER_SEED)
-        return (await self._play(ARMS["stock"], await self._engines_of(arms[0]), step, keeps_texts=True)).texts
+        return (await self._play(ARMS["stock"], await self._engines_of(arm), step, keeps_texts=True)).texts
 
     async def _engines_of(self, arm: Arm) -> Engines:
         """Engines of the arm's kind, started and warm."""
