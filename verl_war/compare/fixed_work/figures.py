@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from verl_war.compare.fixed_work.measures import Row
@@ -18,12 +19,26 @@ MAX_GANTT_ARMS = 6
 WAR_COLOUR = RED
 
 
-def colours(arms: Sequence[str]) -> dict[str, str]:
-    """The base is grey, WAR red, the others differ as far as colours go."""
-    palette = [colour for colour in CURVES if colour not in (GRAY, WAR_COLOUR)]
-    others = [arm for arm in arms[1:] if arm != "war"]
-    found = {arm: palette[number % len(palette)] for number, arm in enumerate(others)}
-    return found | {arms[0]: GRAY} | ({"war": WAR_COLOUR} if "war" in arms[1:] else {})
+PALETTE = (*(colour for colour in CURVES if colour not in (GRAY, WAR_COLOUR)), "#c46aa4", "#5c7f1d", "#4b5a99")
+"""Of the arms beside base and WAR in one panel."""
+
+
+def panels(arms: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
+    """Titles of a figure's panels and their arms with colours: the base grey and WAR red in each of them.
+
+    More than ten curves cannot be told apart, so WAR without its parts has a panel of its own.
+    """
+    parts = [arm for arm in arms[1:] if arm.startswith("war_")]
+    others = [arm for arm in arms[1:] if arm not in (*parts, "war")]
+    groups = [("arms", others), ("WAR without its parts", parts)]
+    found = []
+    for title, members in groups:
+        shown = [arm for arm in arms if arm == arms[0] or arm == "war" or arm in members]
+        if members or (title == "arms" and not parts):
+            beside = {arm: PALETTE[number % len(PALETTE)] for number, arm in enumerate(members)}
+            fixed = {arms[0]: GRAY} | ({"war": WAR_COLOUR} if "war" in arms[1:] else {})
+            found.append((title, {arm: (beside | fixed)[arm] for arm in shown}))
+    return found
 
 
 def speed_up(rows: Sequence[Row], arms: Sequence[str]) -> Picture | None:
@@ -31,36 +46,43 @@ def speed_up(rows: Sequence[Row], arms: Sequence[str]) -> Picture | None:
     loads = sorted({row.load for row in rows})
     if not any(row.ratio is not None for row in rows):
         return None
-    figure = new_figure(4.6)
-    axes = figure.subplots()
-    colour = colours(arms)
-    for number, arm in enumerate(arms[1:]):
-        points = [row for row in rows if row.arm == arm and row.ratio is not None]
-        if not points:
-            continue
-        middle = [row.ratio.mean for row in points]
-        low = [row.ratio.mean - (row.ratio.low if row.ratio.low is not None else row.ratio.least) for row in points]
-        high = [(row.ratio.high if row.ratio.high is not None else row.ratio.most) - row.ratio.mean for row in points]
-        # Side by side, or bars of one load would hide one another.
-        x = [row.load * (1 + 0.012 * (number - len(arms) / 2)) for row in points]
-        style = "-" if arm == "war" or not arm.startswith("war") else "--"
-        errors = [[max(0.0, it) for it in low], [max(0.0, it) for it in high]]
-        axes.errorbar(
-            x, middle, yerr=errors, label=arm, color=colour[arm], marker="o", markersize=3.5, capsize=2, linestyle=style
-        )
-    axes.axhline(1.0, color=GRAY, linewidth=1)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(loads, [f"{load:g}" for load in loads])
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    groups = panels(arms)
+    figure = new_figure(3.7 * len(groups))
+    for axes, (title, colours) in zip(_column(figure, len(groups)), groups, strict=True):
+        for number, (arm, colour) in enumerate(colours.items()):
+            points = [row for row in rows if row.arm == arm and row.ratio is not None]
+            # Side by side, or bars of one load would hide one another.
+            _curve(axes, points, arm, colour, 1 + 0.012 * (number - len(colours) / 2))
+        axes.axhline(1.0, color=GRAY, linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(loads, [f"{load:g}" for load in loads])
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_ylabel(f"makespan of {arms[0]} / makespan")
+        axes.set_ylim(bottom=0)
+        axes.set_title(title if len(groups) > 1 else "")
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     axes.set_xlabel("trajectories per replica")
-    axes.set_ylabel(f"makespan of {arms[0]} / makespan")
-    axes.set_ylim(bottom=0)
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     text = (
         "Above 1 is faster. Points are geometric means over paired repeats, bars the bootstrap interval over repeats "
-        "(the extremes where there are few). Dashed: WAR without one of its parts."
+        "(the extremes where there are few)."
     )
     return Picture(f"How much faster than {arms[0]}", text, figure)
+
+
+def _column(figure: Figure, count: int) -> list[Axes]:
+    return list(figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
+
+
+def _curve(axes: Axes, points: Sequence[Row], arm: str, colour: str, shift: float) -> None:
+    ratios = [row.ratio for row in points if row.ratio is not None]
+    if not ratios:
+        return
+    low = [max(0.0, it.mean - (it.least if it.low is None else it.low)) for it in ratios]
+    high = [max(0.0, (it.most if it.high is None else it.high) - it.mean) for it in ratios]
+    axes.errorbar(
+        [row.load * shift for row in points], [it.mean for it in ratios], yerr=[low, high],
+        label=arm, color=colour, marker="o", markersize=3.5, capsize=2, zorder=3 if arm == "war" else 2,
+    )  # fmt: skip
 
 
 def waterfall(parts: Mapping[str, float], total: float, load: float) -> Picture | None:
@@ -108,8 +130,8 @@ def gantt(runs: Sequence[Record], arms: Sequence[str]) -> Picture | None:
     grid[-1, 0].set_xlim(0, 1.02 * max(run.totals["makespan_s"] for run in shown))
     case = shown[0].case
     text = (
-        f"Load {case.load:g}, repeat {case.repeat}. Blue: turns on each replica, one on top of the other, darker where "
-        f"many run. Red, below: turns that a router holds or that wait for its answer."
+        f"Load {case.load:g}, repeat {case.repeat}. Blue: turns on each replica, those that run at the same time on "
+        f"top of one another. Red, below: turns that a router holds or that wait for its answer."
     )
     return Picture("What the replicas did", text, figure)
 
@@ -138,24 +160,21 @@ def _gantt_of(axes: Axes, run: Record) -> None:
 
 def trajectory_times(runs: Sequence[Record], arms: Sequence[str], load: float) -> Picture | None:
     """Share of trajectories that had ended over time, all repeats together."""
-    figure = new_figure(3.6)
-    axes = figure.subplots()
-    colour = colours(arms)
-    drawn = False
-    for arm in arms:
-        ends_s = sorted(end_s for run in runs if run.arm == arm for end_s in run.end_s.values())
-        if ends_s:
-            shares = [(number + 1) / len(ends_s) for number in range(len(ends_s))]
-            style = "--" if arm.startswith("war_") else "-"
-            axes.step([0.0, *ends_s], [0.0, *shares], where="post", label=arm, color=colour[arm], linestyle=style)
-            drawn = True
-    if not drawn:
+    if not any(run.end_s for run in runs):
         return None
-    axes.set_xlim(left=0)
-    axes.set_ylim(0, 1.02)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f}%"))
+    groups = panels(arms)
+    figure = new_figure(2.9 * len(groups))
+    for axes, (title, colours) in zip(_column(figure, len(groups)), groups, strict=True):
+        for arm, colour in colours.items():
+            ends_s = sorted(end_s for run in runs if run.arm == arm for end_s in run.end_s.values())
+            shares = [(number + 1) / len(ends_s) for number in range(len(ends_s))]
+            axes.step([0.0, *ends_s], [0.0, *shares], where="post", label=arm, color=colour)
+        axes.set_xlim(left=0)
+        axes.set_ylim(0, 1.02)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f}%"))
+        axes.set_ylabel("trajectories that have ended")
+        axes.set_title(title if len(groups) > 1 else "")
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     axes.set_xlabel("s since the run began")
-    axes.set_ylabel("trajectories that have ended")
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     text = "All repeats together. A step ends with its last trajectory: training waits for the right end of a curve."
     return Picture(f"When trajectories end at {load:g} per replica", text, figure)
