@@ -99,6 +99,22 @@ def test_a_turn_seen_twice_is_two_turns():
     assert is_empty(manager)
 
 
+@pytest.mark.parametrize("config", [CONFIG, WarConfig(seed=5)], ids=["on", "off"])
+def test_a_session_of_another_trajectory_is_refused_and_harms_nobody(config):
+    manager = WorkloadManager(config)
+    manager.on_replica_up("r0", 0.0)
+    manager.on_turn(turn("a"), 1.0)
+    with pytest.raises(ValueError, match="session as of trajectory b is in use by trajectory a"):
+        manager.on_turn(Turn(session_id="as", trajectory_id="b", prompt_tokens=10), 2.0)
+    manager.on_trajectory_end("b", True, 3.0)
+    manager.on_turn_end("a", "as", "r0", TurnResult(), 4.0)
+    manager.on_trajectory_end("a", False, 5.0)
+    assert is_empty(manager)
+    manager.on_turn(Turn(session_id="as", trajectory_id="b", prompt_tokens=10), 6.0)
+    manager.on_trajectory_end("b", False, 7.0)
+    assert is_empty(manager)
+
+
 def test_a_prompt_larger_than_any_cache_runs_when_a_replica_is_empty():
     manager = manager_of(replicas=1)
     assert manager.on_turn(turn("small"), 1.0)

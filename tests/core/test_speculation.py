@@ -222,6 +222,21 @@ def test_weight_updates_age_acceptance():
     assert aged.rates(kind)[0] < table.rates(kind)[0]
 
 
+def test_many_weight_updates_leave_what_the_prior_weighed():
+    """Of a class that is never seen the counts would reach 0 in a thousand steps of training, and end drafting."""
+    table = AcceptanceTable(SOURCES, BUCKETS)
+    prior = table.rates(0)
+    for _ in range(2000):
+        table.age(0.5)
+    assert table.rates(0) == pytest.approx(prior)
+    table.observe(0, 4, 0)
+    assert table.rates(0)[0] > 0.5 * prior[0]  # one draft decides nothing
+
+
+def test_a_class_whose_later_tokens_are_never_accepted_gets_one():
+    assert best_length(0.9, 0.0, 50.0, cost(), 8)[0] == 1
+
+
 def test_acceptance_follows_the_last_observations():
     table = AcceptanceTable(SOURCES, BUCKETS)
     kind = table.class_of(0, 2, 0.5)

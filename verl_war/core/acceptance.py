@@ -137,7 +137,14 @@ class AcceptanceTable:
         return table
 
     def age(self, keep: float) -> None:
-        """Make what was measured weigh less, as after a weight update: ``keep`` of the counts remain."""
+        """Make what was measured weigh less, as after a weight update: ``keep`` of the counts remain.
+
+        Not less than the prior weighed: a class that is rarely seen would else weigh nothing after some updates, so
+        that its next draft alone decided, and after a thousand its counts would be 0.
+        """
         for row in self._classes:
-            row.scale(keep, keep)
+            row.scale(
+                max(keep, min(1.0, PRIOR_TOKENS / row.first_trials)),
+                max(keep, min(1.0, PRIOR_TOKENS / row.later_trials)),
+            )
         self._mix_rows *= keep

@@ -135,7 +135,7 @@ class WorkloadManager:
 
         Raises:
             RuntimeError: No replica is in the pool.
-            ValueError: The conversation has a held turn already.
+            ValueError: The conversation has a held turn already, or is one of another trajectory.
         """
         if self._scheduler is not None and self._scheduler.queue.find(turn.session_id) is not None:
             raise ValueError(
@@ -144,6 +144,12 @@ class WorkloadManager:
         if not self._fleet.pool_size:
             # The very text on which verl's asynchronous client waits.
             raise RuntimeError("No available servers in load balancer")
+        known = self._fleet.conversations.get(turn.session_id)
+        if known is not None and known.trajectory_id != turn.trajectory_id:
+            raise ValueError(
+                f"session {turn.session_id} of trajectory {turn.trajectory_id} is in use by trajectory "
+                f"{known.trajectory_id}; expected a request id of its own for every conversation"
+            )
         trajectory = self._trajectories.setdefault(turn.trajectory_id, _Trajectory(now_s, turn.group_id, turn.validate))
         conversation = self._fleet.conversation_of(turn, now_s)
         if turn.session_id in trajectory.sessions and conversation.turns_begun:

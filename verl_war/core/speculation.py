@@ -62,7 +62,9 @@ def best_length(first: float, later: float, price: float, cost: DraftCost, limit
     if first <= token_price or limit < 1:
         return 0, 0.0
     length = limit
-    if token_price > 0.0:
+    if later <= 0.0:
+        length = 1
+    elif token_price > 0.0:
         length = min(limit, 1 + int(math.log(token_price / first) / math.log(later)))
     earned = expected_accepted(first, later, length) - token_price * length - price * cost.row_s
     return (length, earned) if earned > 0.0 else (0, 0.0)
