@@ -29,6 +29,10 @@ def first_line(path, condition):
     return next(n for n, line in enumerate(lines_of(path), start=1) if n > 1 and condition(json.loads(line)))
 
 
+def first_turn(path):
+    return first_line(path, lambda record: record.get("event") == "turn")
+
+
 def test_everything_a_manager_decides_on_is_recorded():
     events = {name for name in vars(WorkloadManager) if name.startswith("on_")} - {"on_decision_time"}
     assert events | {"forget_sessions", "report"} == {event.method for event in EVENTS.values()}
@@ -83,9 +87,16 @@ def test_another_setting_leads_elsewhere(journal, capsys):
             lambda path: rewrite(path, 1, lambda r: r["config"].update(sed=1)),
             [":1: unknown key", "did you mean 'seed'"],
         ),
+        (lambda path: rewrite(path, 1, lambda r: r["config"].pop("seed")), [":1: config.seed is missing"]),
+        (lambda path: rewrite(path, 2, lambda r: r.update(event={})), [":2: event {} is unknown"]),
+        (lambda path: rewrite(path, 2, lambda r: r.update(at_s=float("inf"))), [":2: at_s=inf of event"]),
+        (
+            lambda path: rewrite(path, first_turn(path), lambda r: r["turn"].update(block_hashes=True)),
+            ["event 'turn' has a value of the wrong kind"],
+        ),
         (lambda path: rewrite(path, 2, lambda r: r.update(event="party")), [":2: event 'party' is unknown"]),
-        (lambda path: rewrite(path, 2, lambda r: r.pop("at_s")), [":2: event 'replica_up' has no 'at_s'"]),
-        (lambda path: rewrite(path, 2, lambda r: r.update(at_s="now")), [":2: at_s='now'", "not float"]),
+        (lambda path: rewrite(path, 2, lambda r: r.pop("at_s")), [":2: at_s=None of event 'replica_up' is no time"]),
+        (lambda path: rewrite(path, 2, lambda r: r.update(at_s="now")), [":2: at_s='now'", "no time in seconds"]),
         (lambda path: rewrite(path, 3, lambda r: r.update(replica_id="r9")), [":3: ", "'r9', which no event before"]),
         (lambda path: rewrite(path, 3, lambda r: r["snapshot"].update(kv_usage=7)), [":3: ", "kv_usage=7"]),
         (lambda path: rewrite(path, 3, lambda r: r["snapshot"].pop("kv_usage")), [":3: ", "kv_usage"]),
@@ -129,6 +140,14 @@ def test_why_tells_of_moves_and_broken_replicas(journal, capsys):
     victim = next(name for name, home in last_home.items() if home == "r2")
     assert main(["replay", str(journal), "--why", victim]) == 0
     assert "its replica r2 breaks" in capsys.readouterr().out
+
+
+def test_why_names_the_line_of_a_time_that_cannot_be(journal, capsys):
+    number = first_turn(journal)
+    name = json.loads(lines_of(journal)[number - 1])["turn"]["trajectory_id"]
+    rewrite(journal, number, lambda record: record.update(at_s=10**400))
+    assert main(["replay", str(journal), "--why", name]) == 1
+    assert f":{number}: at_s=1000" in capsys.readouterr().err
 
 
 def test_why_of_an_unknown_trajectory_names_similar_ones(journal, capsys):

@@ -205,9 +205,12 @@ def manager_of(record: Any) -> ReplayedManager:
             "process hashes differently; start it with the PYTHONHASHSEED of the run"
         )
     try:
-        return ReplayedManager(parse_war_config(record.get("config")), full_determinism)
+        config = parse_war_config(record.get("config"))
     except ValueError as error:
         raise JournalError(str(error)) from error
+    if config.seed is None:
+        raise JournalError("config.seed is missing, with which ties were broken; every journal is written with one")
+    return ReplayedManager(config, full_determinism)
 
 
 def as_record(entry: Entry) -> dict[str, Any]:
@@ -240,21 +243,42 @@ def replay(manager: WorkloadManager, record: Any) -> tuple[list[dict[str, Any]],
     """
     if not isinstance(record, Mapping):
         raise JournalError(f"{record!r:.80} is no event")
-    event = EVENTS.get(record.get("event", ""))
+    name = record.get("event")
+    event = EVENTS.get(name) if isinstance(name, str) else None
     if event is None:
-        raise JournalError(f"event {record.get('event')!r} is unknown; expected one of {', '.join(EVENTS)}")
-    arguments = [_argument(record, name, kind) for name, kind in event.arguments.items()]
-    keywords = {"now_s": _argument(record, "at_s", float)} if event.has_time else {}
+        raise JournalError(f"event {name!r:.80} is unknown; expected one of {', '.join(EVENTS)}")
     method = getattr(manager, event.method)
     try:
+        arguments = [_argument(record, name, kind) for name, kind in event.arguments.items()]
+        keywords = {"now_s": _time(record)} if event.has_time else {}
         outcome = method(**dict(zip(event.arguments, arguments, strict=True)), **keywords)
+    except JournalError:
+        raise
     except (RuntimeError, ValueError) as error:
         if event.method != "on_turn":
             raise JournalError(f"event {record['event']!r} cannot have happened: {_error(error)}") from error
         return [], _error(error)
     except KeyError as error:
         raise JournalError(f"event {record['event']!r} speaks of {error}, which no event before it named") from error
+    except (TypeError, OverflowError) as error:  # fields of a turn or a result are not checked one by one
+        raise JournalError(f"event {record['event']!r} has a value of the wrong kind ({error})") from error
     return (as_starts(outcome) if isinstance(outcome, list) else []), ""
+
+
+def time_of(record: Record) -> float | None:
+    """When an event happened; None for one that has no time.
+
+    Raises:
+        JournalError: That is no time.
+    """
+    return _time(record) if "at_s" in record else None
+
+
+def _time(record: Record) -> float:
+    value = record.get("at_s")
+    if type(value) not in (int, float) or not abs(value) < 1e15:
+        raise JournalError(f"at_s={value!r:.80} of event {record['event']!r} is no time in seconds")
+    return float(value)
 
 
 def _error(error: Exception) -> str:
@@ -267,8 +291,6 @@ def _argument(record: Record, name: str, kind: type) -> Any:
     value = record[name]
     if dataclasses.is_dataclass(kind):
         return _dataclass(record, name, kind)
-    if kind is float and type(value) is int:
-        return float(value)
     if type(value) is not kind:
         raise JournalError(f"{name}={value!r:.80} of event {record['event']!r} is not {kind.__name__}")
     return value

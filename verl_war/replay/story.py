@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_war.core.journal import JournalError
+from verl_war.core.journal import JournalError, time_of
 from verl_war.core.types import Reason
 from verl_war.replay.reader import records
 
@@ -51,7 +51,9 @@ def story(path: Path, trajectory_id: str) -> list[str]:
             if turn is not None:
                 seen.add(turn["trajectory_id"])
             lines += teller.tell(record)
-        except (KeyError, TypeError, AttributeError) as error:
+        except JournalError as error:
+            raise JournalError(f"{path}:{number}: {error}") from error
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise JournalError(f"{path}:{number}: damaged event ({type(error).__name__}: {error})") from error
     if not lines:
         close = ", ".join(difflib.get_close_matches(trajectory_id, seen, n=3)) or "none like it"
@@ -71,7 +73,7 @@ class _Teller:
 
     def tell(self, record: Mapping[str, Any]) -> Iterator[str]:
         """Sentences about an event and about the turns that it let start."""
-        at_s = record.get("at_s")
+        at_s = time_of(record)
         if at_s is None:
             return
         if self._begin_s is None:

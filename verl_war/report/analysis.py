@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl_war.core.journal import JournalError
+from verl_war.core.journal import JournalError, time_of
 from verl_war.replay.reader import CutOffError, records
 from verl_war.report.brain import Brain
 from verl_war.report.fit import FitQuality
@@ -57,8 +57,8 @@ class Analysis:
         """
         if not isinstance(record, Mapping):
             raise JournalError(f"{record!r:.80} is no event")
-        at_s = record.get("at_s")
-        if isinstance(at_s, int | float):
+        at_s = time_of(record)
+        if at_s is not None:
             self.series.advance(at_s)
         assert self.brain is not None
         prompt_tokens, believed_tokens = self.brain.apply(record)
