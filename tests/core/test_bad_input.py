@@ -5,7 +5,7 @@ import random
 import pytest
 
 from verl_war.core.config import AdmissionConfig, SchedulingConfig, WarConfig
-from verl_war.core.manager import WorkloadManager
+from verl_war.core.manager import LOST_AFTER_UPDATES, WorkloadManager
 from verl_war.core.types import ReplicaSnapshot, Turn, TurnResult
 
 CONFIG = WarConfig(scheduling=SchedulingConfig(enabled=True), admission=AdmissionConfig(enabled=True), seed=5)
@@ -113,6 +113,40 @@ def test_a_session_of_another_trajectory_is_refused_and_harms_nobody(config):
     manager.on_turn(Turn(session_id="as", trajectory_id="b", prompt_tokens=10), 6.0)
     manager.on_trajectory_end("b", False, 7.0)
     assert is_empty(manager)
+
+
+@pytest.mark.parametrize("config", [CONFIG, WarConfig(seed=5)], ids=["on", "off"])
+def test_a_trajectory_that_nobody_ends_is_forgotten(config, caplog):
+    manager = WorkloadManager(config)
+    manager.on_replica_up("r0", 0.0)
+    manager.on_snapshot("r0", reading(), 0.0)
+    for name in ("runs", "asks", "lost"):
+        manager.on_turn(turn(name), 1.0)
+    for name in ("asks", "lost"):
+        manager.on_turn_end(name, f"{name}s", "r0", TurnResult(), 2.0)
+    for step in range(LOST_AFTER_UPDATES):
+        assert "lost" in manager._trajectories
+        if step == 1:  # asks again after a tool call of more than a step
+            manager.on_turn(turn("asks"), 10.0 * step)
+            manager.on_turn_end("asks", "askss", "r0", TurnResult(), 10.0 * step)
+        manager.on_weights_updated(10.0 * step + 5.0)
+    assert list(manager._trajectories) == ["runs", "asks"] and list(manager._fleet.conversations) == ["runss", "askss"]
+    assert "1 trajectories asked for no turn" in caplog.text
+    for _ in range(LOST_AFTER_UPDATES):
+        manager.on_weights_updated(100.0)
+    assert list(manager._trajectories) == ["runs"], "its turn is on its way"
+    manager.on_trajectory_end("lost", False, 101.0)
+    manager.on_trajectory_end("runs", False, 101.0)
+    assert is_empty(manager)
+
+
+def test_a_trajectory_whose_turn_is_held_is_not_forgotten():
+    manager = manager_of(replicas=1, capacity=1_000)
+    assert manager.on_turn(turn("first"), 1.0) and manager.on_turn(turn("held"), 1.0) == []
+    for _ in range(2 * LOST_AFTER_UPDATES):
+        manager.on_weights_updated(2.0)
+    (placement,) = manager.on_trajectory_end("first", False, 3.0)
+    assert placement.trajectory_id == "held"
 
 
 def test_a_prompt_larger_than_any_cache_runs_when_a_replica_is_empty():

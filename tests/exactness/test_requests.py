@@ -138,6 +138,16 @@ def test_requests_aborted_between_steps(engine, drafter, contexts, expected):
     assert stats(engine)["disabled"] == ""
 
 
+@pytest.mark.parametrize("identity", ["abc", {"step": "x"}, {"step": 1 << 70}], ids=repr)
+def test_a_request_with_garbage_for_its_identity_alone_gets_no_drafts(engine, drafter, contexts, expected, identity):
+    params = engines.GREEDY | {"extra_args": {"war": identity}}
+    assert tokens_of(engines.generate(engine, contexts[:1], params)) == expected[:1]
+    report = stats(engine)
+    assert (report["disabled"], report["refused_requests"], report["drafted_tokens"]) == ("", 1, 0)
+    assert tokens_of(engines.generate(engine, contexts, engines.GREEDY)) == expected
+    assert stats(engine)["drafted_tokens"] > 0
+
+
 def test_reports_are_plain_numbers_and_words(engine, drafter, contexts):
     engines.generate(engine, contexts, engines.GREEDY)
     report = stats(engine)

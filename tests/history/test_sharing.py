@@ -83,6 +83,9 @@ def test_damaged_and_foreign_batches_change_nothing():
         Inbox(here, vocab_size=VOCAB, fingerprint="llama").apply(batch)
     with pytest.raises(HistoryError, match="token ids outside 0 to 9"):
         Inbox(here, vocab_size=10, fingerprint=NAME).apply(batch)
+    deltas = decode(batch, NAME, VOCAB)
+    with pytest.raises(HistoryError, match="keys, groups or steps that cannot be"):
+        into.apply(encode(deltas._replace(keys=deltas.keys | (1 << 61)), NAME, VOCAB))
     assert len(here) == 0 and sum(into.rows.values()) == 0
 
 

@@ -1,11 +1,13 @@
 """What the store keeps; saving and loading; configuration."""
 
+import json
 import logging
 
 import numpy as np
 import pytest
 
 from verl_war.core.history_config import HISTORY_KEY, HistoryConfig
+from verl_war.history import persistence
 from verl_war.history.index import SOURCES
 from verl_war.history.persistence import HistoryError, load, save
 from verl_war.history.store import HistoryStore
@@ -191,6 +193,36 @@ def test_a_damaged_file_is_an_error_or_a_clean_start(tmp_path, how, caplog):
         assert load(history, path, on_damage="discard") == 0
     assert "starting with an empty history" in caplog.text
     assert len(history.index) == 0
+
+
+SOUND = {"fingerprint": "qwen-a", "vocab_size": VOCAB, "policy_step": 3, "texts": [[1, 2, 2]]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"policy_step": None},
+        {"policy_step": 2.5},
+        {"policy_step": 1 << 70},
+        {"fingerprint": 5},
+        {"texts": [[1.5, 2, 2]]},
+        {"texts": [[1, 1 << 70, 2]]},
+        {"texts": [[1, -2, 2]]},
+        {"texts": [[1, 2, 2.0]]},
+        {"texts": [[1, 2, -1], [1, 2, 3]]},
+        {"texts": [[1, 2]]},
+        {"texts": 5},
+    ],
+    ids=repr,
+)
+def test_a_wrong_header_is_damage_although_its_checksum_fits(tmp_path, change):
+    path, tokens = tmp_path / "h", np.asarray([1, 2], dtype=np.int32)
+    persistence._write(path, json.dumps(SOUND).encode(), [tokens])
+    assert load(store(), path) == 1
+    persistence._write(path, json.dumps({**SOUND, **change}).encode(), [tokens])
+    with pytest.raises(HistoryError, match="is damaged: its header"):
+        load(store(), path)
+    assert load(store(), path, on_damage="discard") == 0
 
 
 def test_another_format_version_is_refused(tmp_path):

@@ -243,5 +243,8 @@ def test_requests_that_go_on_over_a_weight_update_keep_their_segment():
 def test_identity_of_turns():
     assert describe("r", None) == describe("r", {}) == ("request:r", history.NO_GROUP, -1)
     assert describe("r", {"war": {"trajectory": "t", "group": "g", "step": 4}}) == ("t", history.stable_id("g"), 4)
+    for garbage in ("abc", [1], {"step": "x"}, {"step": None}, {"step": 1.5}, {"step": -7}, {"step": 1 << 70}):
+        with pytest.raises(ValueError, match="must be a mapping with names for `trajectory` and `group`"):
+            describe("r", {"war": garbage})
     first = np.array([1, 2, 3], dtype=np.int32)
     assert prompt_group(first) == prompt_group(first.copy()) != prompt_group(first[:2])

@@ -149,6 +149,9 @@ async def test_news_are_kept_until_they_are_acknowledged_and_can_be_withdrawn_un
     box.put(answer(4))
     heard, news = await box.take(3)
     assert heard == 4 and [item[1] for item in news] == [4]
+    box.put(answer(5))
+    heard, news = await box.take(0)  # the process began to count anew; what it did not say that it had is not lost
+    assert heard == 2 and [item[1] for item in news] == [4, 5]
 
 
 async def test_two_turns_of_one_session_run_one_after_the_other_when_held(make_rig, fast):
@@ -169,6 +172,21 @@ async def test_a_replica_that_joins_in_mid_step_takes_held_turns(make_rig, fast)
     await rig.router.add_servers.remote({"new": rig.servers["new"]})
     await asyncio.wait_for(held, 5)
     assert rig.served()["new"] == 1
+
+
+async def test_a_turn_granted_on_a_replica_that_left_at_once_is_asked_again(make_rig, fast):
+    rig, client = await full_rig(make_rig)
+    (task,) = await ask_and_be_held(rig, client, "held")
+    await rig.war_router.add_servers({"brief": LocalActor(FakeServer())})
+    assert rig.manager.held_turns == 0
+    await rig.war_router.remove_servers(["brief"])  # before the client heard of it
+    await until(lambda: rig.manager.held_turns == 1)
+    ends(rig)
+    client.end_trajectory("first0", failed=False)
+    await asyncio.wait_for(task, 5)
+    client.end_trajectory("held", failed=False)
+    await until(lambda: not rig.manager._trajectories)
+    assert all(replica.inflight == 0 for replica in rig.manager._fleet.replicas.values())
 
 
 async def test_with_every_feature_off_nothing_runs_in_the_background(make_rig, fast):

@@ -11,6 +11,7 @@ from tests.replay.conftest import CONFIG
 from verl_war.cli import main
 from verl_war.core.journal import EVENTS, RecordingManager, header
 from verl_war.core.manager import WorkloadManager
+from verl_war.core.types import PRICE_TERMS, Reason
 
 
 def lines_of(path):
@@ -156,8 +157,10 @@ def test_why_of_an_unknown_trajectory_names_similar_ones(journal, capsys):
     assert "'t1x' is not in" in error and "t1" in error.split("similar:")[1]
 
 
-def test_a_price_is_told_in_words():
-    from verl_war.replay.story import _price
+def test_all_reasons_and_prices_are_told_in_words():
+    from verl_war.replay.story import REASONS, TERMS, _price
+
+    assert set(REASONS) == set(Reason) and set(TERMS) == set(PRICE_TERMS)
 
     assert _price({}) == ""
     told = _price({"prefill_s": 0.25, "queue_s": 0.0, "decode_s": 1.5, "total": 1.75, "saved_s": 2.0})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from verl_war.core.cache_view import CacheView
 from verl_war.core.config import WarConfig
@@ -18,40 +18,15 @@ from verl_war.core.placement import StockPlacement
 from verl_war.core.progress import Progress
 from verl_war.core.scheduler import SCHEDULER_METRICS, Scheduler, Start
 from verl_war.core.step_stats import StepStats
+from verl_war.core.trajectory import PendingTurn, Trajectory
 from verl_war.core.types import Placement, ReplicaSnapshot, SpeculationReading, Turn, TurnResult
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(slots=True)
-class _Trajectory:
-    begin_s: float
-    group_id: str
-    validate: bool
-    turns: int = 0
-    sessions: dict[str, None] = field(default_factory=dict)
-    """A set that keeps its order: the order of a set of strings differs between processes, and with it the decisions
-    that a replayed journal leads to."""
-    pending: list[_PendingTurn] = field(default_factory=list)
-
-    def take_pending(self, session_id: str, replica_id: str) -> _PendingTurn | None:
-        """Remove and return the oldest matching turn; an agent loop may have several under way at once."""
-        for position, pending in enumerate(self.pending):
-            if pending.turn.session_id == session_id and pending.replica_id == replica_id:
-                return self.pending.pop(position)
-        return None
-
-
-@dataclass(slots=True)
-class _PendingTurn:
-    turn: Turn
-    replica_id: str
-    believed_tokens: int
-    retained_since_s: float | None
-    """When the conversation's last turn ended, if its KV was left alone since; None when it was not."""
-    begin_s: float
-    predicted_s: float | None
-    """What the price said that the turn takes; None where nothing was priced."""
+LOST_AFTER_UPDATES = 4
+"""Weight updates after which a trajectory that asked for no turn meanwhile is forgotten, its room given back: nobody
+will say that it ended. Agent loops leave turns behind that they do not wait for, and turns outside of an agent loop
+belong to no trajectory that could end. A tool call of an asynchronous trainer may last for a step or two."""
 
 
 @dataclass(slots=True)
@@ -84,7 +59,7 @@ class WorkloadManager:
         self._scheduler: Scheduler | None = None
         if config.scheduling.enabled or config.admission.enabled:
             self._scheduler = Scheduler(config, self._fleet, self._cache_view, self._progress, rng)
-        self._trajectories: dict[str, _Trajectory] = {}
+        self._trajectories: dict[str, Trajectory] = {}
         self._peaks: dict[str, _ReplicaPeaks] = {}
         self._stats = StepStats()
 
@@ -150,11 +125,12 @@ class WorkloadManager:
                 f"session {turn.session_id} of trajectory {turn.trajectory_id} is in use by trajectory "
                 f"{known.trajectory_id}; expected a request id of its own for every conversation"
             )
-        trajectory = self._trajectories.setdefault(turn.trajectory_id, _Trajectory(now_s, turn.group_id, turn.validate))
+        trajectory = self._trajectories.setdefault(turn.trajectory_id, Trajectory(now_s, turn.group_id, turn.validate))
         conversation = self._fleet.conversation_of(turn, now_s)
         if turn.session_id in trajectory.sessions and conversation.turns_begun:
             self._progress.on_turn_growth(turn.prompt_tokens - conversation.prompt_tokens)
         trajectory.sessions[turn.session_id] = None
+        trajectory.updates_idle = 0
         conversation.prompt_tokens = turn.prompt_tokens
         if self._scheduler is None:
             return [self._begin(self._place_as_stock(turn, conversation), now_s)]
@@ -195,14 +171,7 @@ class WorkloadManager:
         trajectory = self._trajectories.pop(trajectory_id, None)
         if trajectory is None:
             return []
-        for pending in trajectory.pending:
-            self._stock.release(pending.replica_id)
-            self._fleet.end_turn(self._fleet.conversations[pending.turn.session_id], pending.replica_id)
-        for session_id in trajectory.sessions:
-            if self._scheduler is not None:
-                self._scheduler.abandon(session_id)
-            self._fleet.withdraw(self._fleet.conversations.pop(session_id))
-            self._cache_view.forget(session_id)
+        self._clear(trajectory)
         if not failed and not trajectory.validate:
             self._progress.on_trajectory_end(trajectory.group_id, trajectory.turns)
         if not trajectory.validate:
@@ -269,6 +238,7 @@ class WorkloadManager:
         self._cache_view.drop_all()
         for conversation in self._fleet.conversations.values():
             conversation.retained = False
+        self._forget_lost()
         if self._scheduler is not None:
             self._scheduler.on_step_end({trajectory.group_id for trajectory in self._trajectories.values()})
 
@@ -314,6 +284,32 @@ class WorkloadManager:
         peaks.working_set_tokens = replica.working_set_tokens
         return values
 
+    def _clear(self, trajectory: Trajectory) -> None:
+        """Take a trajectory out of all accounts."""
+        for pending in trajectory.pending:
+            self._stock.release(pending.replica_id)
+            self._fleet.end_turn(self._fleet.conversations[pending.turn.session_id], pending.replica_id)
+        for session_id in trajectory.sessions:
+            if self._scheduler is not None:
+                self._scheduler.abandon(session_id)
+            self._fleet.withdraw(self._fleet.conversations.pop(session_id))
+            self._cache_view.forget(session_id)
+
+    def _forget_lost(self) -> None:
+        """Clear the trajectories that nobody will end."""
+        queue = self._scheduler.queue if self._scheduler is not None else None
+        lost = []
+        for trajectory_id, trajectory in self._trajectories.items():
+            is_held = queue is not None and any(queue.find(session_id) for session_id in trajectory.sessions)
+            trajectory.updates_idle = 0 if trajectory.pending or is_held else trajectory.updates_idle + 1
+            if trajectory.updates_idle >= LOST_AFTER_UPDATES:
+                lost.append(trajectory_id)
+        for trajectory_id in lost:
+            self._clear(self._trajectories.pop(trajectory_id))
+        if lost:
+            logger.warning("%d trajectories asked for no turn in %d weight updates and did not end: forgotten (%s)",
+                           len(lost), LOST_AFTER_UPDATES, ", ".join(lost[:3]))  # fmt: skip
+
     def _place_as_stock(self, turn: Turn, conversation: Conversation) -> Start:
         replica_id, reason = self._stock.place(turn)
         replica = self._fleet.replicas[replica_id]
@@ -353,7 +349,7 @@ class WorkloadManager:
         trajectory.turns += 1
         retained_since_s = conversation.last_end_s if conversation.retained and not moved else None
         trajectory.pending.append(
-            _PendingTurn(turn, replica_id, believed, retained_since_s, now_s, start.price_s.get("turn_s"))
+            PendingTurn(turn, replica_id, believed, retained_since_s, now_s, start.price_s.get("turn_s"))
         )
         if not turn.validate:
             self._stats.on_start(start.reason, start.held_s, moved, start.price_s)
@@ -362,7 +358,7 @@ class WorkloadManager:
                          held_s=start.held_s)  # fmt: skip
 
     def _learn(
-        self, trajectory: _Trajectory, pending: _PendingTurn, conversation: Conversation, result: TurnResult,
+        self, trajectory: Trajectory, pending: PendingTurn, conversation: Conversation, result: TurnResult,
         now_s: float,
     ) -> None:  # fmt: skip
         """What a turn that returned tells about progress and about the engine's cache."""

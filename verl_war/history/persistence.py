@@ -151,12 +151,26 @@ def _check(file: BinaryIO, path: Path) -> dict[str, Any]:
     file.seek(PREFIX.size)
     try:
         header: dict[str, Any] = json.loads(file.read(header_bytes))
+        _require_sound(header)
         total = sum(length for _, _, length in header["texts"])
     except (ValueError, TypeError, KeyError) as error:
         raise _Damaged(f"its header is not readable ({error})") from None
     if PREFIX.size + header_bytes + 4 * total + DIGEST_BYTES != size:
         raise _Damaged(f"its header announces {total} tokens, which do not fit its {size} bytes")
     return header
+
+
+def _require_sound(header: dict[str, Any]) -> None:
+    """Raise unless the header is as `save` writes it; the checksum only says that it is as it was written."""
+    if not isinstance(header["fingerprint"], str):
+        raise ValueError(f"fingerprint {header['fingerprint']!r}")
+    groups_and_steps = (number for group, step, _ in header["texts"] for number in (group, step))
+    for number in (header["vocab_size"], header["policy_step"], *groups_and_steps):
+        if type(number) is not int or not NO_GROUP <= number < 1 << 63:
+            raise ValueError(f"{number!r} for a group, a step or the size of the vocabulary")
+    for _, _, length in header["texts"]:
+        if type(length) is not int or length < 0:
+            raise ValueError(f"length {length!r} of a text")
 
 
 def _require_same_tokens(header: dict[str, Any], store: HistoryStore, path: object) -> None:
@@ -173,6 +187,4 @@ def _texts(file: BinaryIO, header: dict[str, Any], vocab_size: int) -> Iterator[
         tokens = np.frombuffer(file.read(4 * length), "<i4").astype(np.int32)
         if tokens.size and not (0 <= int(tokens.min()) and int(tokens.max()) < vocab_size):
             raise _Damaged(f"a text has token ids outside 0 to {vocab_size - 1}")
-        if not (isinstance(group, int) and group >= NO_GROUP and isinstance(step, int) and step >= -1):
-            raise _Damaged(f"a text has group {group!r} and step {step!r}")
         yield group, step, tokens

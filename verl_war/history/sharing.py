@@ -177,8 +177,9 @@ class Inbox:
         if not batch:
             return
         deltas = decode(batch, self._fingerprint, self._vocab_size)
-        if (deltas.keys < 0).any() or (deltas.groups < NO_GROUP).any() or (deltas.steps < -1).any():
-            raise HistoryError("a batch of history has negative keys, groups or steps")
+        keys = deltas.keys
+        if (keys < 0).any() or (keys >= 1 << 60).any() or (deltas.groups < NO_GROUP).any() or (deltas.steps < -1).any():
+            raise HistoryError("a batch of history has keys, groups or steps that cannot be")
         self.received_bytes += len(batch)
         self.received_tokens += len(deltas.tokens)
         for code, count in zip(*np.unique(self._index.ingest(deltas), return_counts=True), strict=True):

@@ -16,6 +16,7 @@ REASONS: dict[str, str] = {
     Reason.LEAST_INFLIGHT: "fewest requests in flight",
     Reason.DETERMINISTIC: "hash of its conversation (full_determinism)",
     Reason.PRICED: "least price of the replicas looked at",
+    Reason.GROUP: "joins the siblings that were placed just before, whose prompt is in the cache",
     Reason.MOVED: "cheaper than its home, the lost cache included",
     Reason.RESUMED: "its KV fits again",
     Reason.STARVED: "held for max_hold_s; its KV does not fit",

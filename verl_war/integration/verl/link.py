@@ -67,7 +67,10 @@ class RouterLink:
                 if not self._is_joined:
                     await self._join()
                 grant = await asyncio.wait_for(self._ask(turn), self._patience_s)
-                return grant.replica_id, self._handles[grant.replica_id], grant.priority
+                if grant.replica_id in self._handles:
+                    return grant.replica_id, self._handles[grant.replica_id], grant.priority
+                # It joined and left again before this process heard of it: asked for again.
+                self._give_back(grant, turn)
             except ROUTER_LOST_ERRORS as error:
                 await self._join(error)
             except asyncio.TimeoutError:

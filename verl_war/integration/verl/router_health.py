@@ -210,6 +210,8 @@ class ReplicaHealth:
 
     def _reject(self, replica_id: str, watched: Watched, error: ValueError) -> None:
         """A reading that cannot be: the replica serves, so it stays; its telemetry counts as missing."""
+        if self._watched.get(replica_id) is not watched:
+            return
         watched.answered_s = watched.progress_s = time.monotonic()
         if not watched.has_sent_garbage:
             watched.has_sent_garbage = True

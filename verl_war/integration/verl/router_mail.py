@@ -44,12 +44,13 @@ class Mailbox:
         """Wait for news.
 
         Args:
-            acknowledged: How many pieces the process has had; those are dropped.
+            acknowledged: How many pieces the process has had; those are dropped. Fewer than before: it began to count
+                anew, and gets whatever is left.
 
         Returns:
             How many it has had with these, and these.
         """
-        del self._items[: acknowledged - self._acknowledged]
+        del self._items[: max(0, acknowledged - self._acknowledged)]
         self._acknowledged = acknowledged
         while not self._items:
             self._has_news.clear()

@@ -170,7 +170,11 @@ class Drafter:
         params = state.sampling_params
         if params is None or state.prompt_token_ids is None:
             return None  # pooling, or a prompt of embeddings: there is no text
-        name, group, step = describe(req_id, params.extra_args)
+        try:
+            name, group, step = describe(req_id, params.extra_args)
+        except ValueError as error:
+            self.speculation.texts.note_refusal(error)
+            return None
         prompt_tokens = int(batch.num_prompt_tokens[row])
         eos = params.eos_token_id
         limit = self.max_model_len

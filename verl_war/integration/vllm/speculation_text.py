@@ -109,15 +109,20 @@ def describe(req_id: str, extra_args: Mapping[str, Any] | None) -> tuple[str, in
     """Name, group and policy step of a turn from what its client sent along.
 
     `group` must name the prompt alike in every step to make earlier steps usable; left out, the first prompt does.
+
+    Raises:
+        ValueError: That is not what a client of WAR sends.
     """
     told = (extra_args or {}).get(EXTRA_ARGS_KEY) or {}
+    step = told.get("step", -1) if isinstance(told, Mapping) else None
+    if not isinstance(told, Mapping) or type(step) is not int or not -1 <= step < 1 << 31:
+        raise ValueError(
+            f"extra_args[{EXTRA_ARGS_KEY!r}]={told!r:.200} must be a mapping with names for `trajectory` and `group` "
+            f"and a number of at least -1 for `step`; expected what WAR's client sends, or nothing"
+        )
     name = told.get("trajectory")
     group = told.get("group")
-    return (
-        str(name) if name else f"request:{req_id}",
-        stable_id(str(group)) if group else NO_GROUP,
-        int(told.get("step", -1)),
-    )
+    return str(name) if name else f"request:{req_id}", stable_id(str(group)) if group else NO_GROUP, step
 
 
 class TrajectoryTexts:
@@ -177,12 +182,16 @@ class TrajectoryTexts:
 
     def refuse(self, request: LiveRequest, error: Exception) -> None:
         """Give up on the text of one request; it goes on without drafts."""
-        if self.refused_requests == 0:
-            logger.warning("the draft index refuses text, these requests get no drafts: %s", error)
-        self.refused_requests += 1
+        self.note_refusal(error)
         request.refused = True
         if self._open.get(request.name) == request.key:
             del self._open[request.name]
+
+    def note_refusal(self, error: Exception) -> None:
+        """A request goes on without drafts."""
+        if self.refused_requests == 0:
+            logger.warning("drafting refuses requests, which go on without (this one and later ones): %s", error)
+        self.refused_requests += 1
 
     def set_rewards(self, rewards: Mapping[str, float]) -> None:
         """What trajectories were worth, by name."""

@@ -1,0 +1,227 @@
+"""What holds whatever happens: generated events into the manager, the draft planner and the fleet's load."""
+
+import dataclasses
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.core.world import CONFIGS, KINDS, STEPS_S, World
+from verl_war.core.config import RegimeConfig
+from verl_war.core.fleet import Conversation, Fleet
+from verl_war.core.journal import manager_of, replay
+from verl_war.core.regime import FleetLoad
+from verl_war.core.speculation import DraftPlanner
+from verl_war.core.speculation_limits import SpeculationLimits
+
+CHECKED = settings(
+    derandomize=True, max_examples=25, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+"""The same examples in every run, and no limit of time: a slow machine finds what a fast one finds."""
+
+NUMBERS = st.integers(0, 2**12)
+EVENTS = st.lists(
+    st.tuples(st.integers(0, len(KINDS) - 1), NUMBERS, NUMBERS, st.integers(0, len(STEPS_S) - 1)),
+    min_size=20, max_size=60,
+)  # fmt: skip
+
+
+def random_events(seed, count=200):
+    rng = random.Random(seed)
+    return [(rng.randrange(len(KINDS)), *rng.choices(range(2**12), k=2), rng.randrange(len(STEPS_S)))
+            for _ in range(count)]  # fmt: skip
+
+
+def world_of(config, replicas):
+    world = World(CONFIGS[config])
+    for number in range(replicas):
+        world.up(number, 0)
+        world.snapshot(number, 20)
+    return world
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@CHECKED
+@given(replicas=st.integers(0, 3), events=EVENTS)
+def test_turns_start_once_or_wait_and_all_accounts_add_up(config, replicas, events):
+    world = world_of(config, replicas)
+    world.play(events)
+    world.wind_up()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("seed", range(3))
+def test_long_runs(config, seed):
+    world = world_of(config, 2)
+    world.play(random_events(seed, 1_000))
+    world.wind_up()
+    if config not in ("off", "scheduling"):
+        assert any(start["held_s"] > 0 for record in world.records for start in record.get("starts", []))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@CHECKED
+@given(replicas=st.integers(0, 3), events=EVENTS)
+def test_the_same_decisions_come_out_of_the_journal(config, replicas, events):
+    world = world_of(config, replicas)
+    world.play(events)
+    first, *records = (json.loads(line) for line in world.journal())
+    manager = manager_of(first)
+    for record in records:
+        assert replay(manager, record) == (record.get("starts", []), record.get("error", ""))
+    assert manager.report() == world.manager.report()
+
+
+REPLAY = "import sys; from pathlib import Path; from verl_war.replay.decisions import replay_file\n" \
+         "for name in sys.argv[1:]: assert not replay_file(Path(name)).difference, replay_file(Path(name))"  # fmt: skip
+
+
+def test_the_same_decisions_come_out_of_files_in_a_process_that_hashes_strings_differently(tmp_path):
+    files = []
+    for number, config in enumerate(CONFIGS):
+        world = world_of(config, 3)
+        world.play(random_events(number, 400))
+        files.append(tmp_path / f"{number}.jsonl")
+        files[-1].write_text("\n".join(world.journal()) + "\n")
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run([sys.executable, "-c", REPLAY, *files], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+MODES = ("auto", "auto", "auto", "always", "off")
+BATCHES = (0, 1, 2, 7, 8, 33, 300)
+PLAIN_S = (0.01, 0.02, 1e-9, 10.0)
+DRAFT_S = (0.0, 1e-4, 0.1)
+
+
+class Engine:
+    """An engine that asks a `DraftPlanner` before every step."""
+
+    def __init__(self, limits):
+        self.planner = DraftPlanner(limits, ("own", "global"), (1, 8))
+        self.now_s = 0.0
+        self.steps = 0
+        self.switched_at = -math.inf
+
+    def step(self, rows, plain_s, draft_s, accepted, found):
+        """One step: each draft is as long as was allowed or as `found` says, and `accepted` of it is right."""
+        planner, limits = self.planner, self.planner.limits
+        before, switches = planner.regime, planner.switches
+        self.steps += 1
+        limit = planner.lookup_limit(rows, 500.0 * rows, self.now_s)
+        cap = min(limits.max_draft_tokens, max(1, limits.max_step_draft_tokens // max(1, rows)))
+        assert 0 <= limit <= (cap if 0 < rows <= limits.max_batch else 0)
+        if limits.mode == "off":
+            assert limit == 0 and planner.regime == "high"
+        lengths, kinds = [], []
+        if limit:
+            lengths = [min(limit, (found + row) % 9) for row in range(rows)]
+            kinds = [(found + row) % 12 if length else -1 for row, length in enumerate(lengths)]
+            counts = {kind: kinds.count(kind) for kind in kinds}
+            planner.acceptance.observe_mix(counts, rows)
+            lengths = planner.allocate(rows, 500.0 * rows, kinds, lengths)
+            assert len(lengths) == rows and sum(lengths) <= max(rows, limits.max_step_draft_tokens)
+            assert all(0 <= length <= min(limit, (found + row) % 9) for row, length in enumerate(lengths))
+        for kind, length in zip(kinds, lengths, strict=True):
+            if length:
+                planner.acceptance.observe(kind, length, min(length, accepted))
+        drafting = sum(length > 0 for length in lengths)
+        seconds = plain_s + draft_s * sum(lengths)
+        planner.observe_step(rows=rows, kv_tokens=500.0 * rows, drafting_rows=drafting, draft_tokens=sum(lengths),
+                             seconds=seconds)  # fmt: skip
+        self.now_s += seconds
+        self.check(before, switches)
+
+    def check(self, before, switches):
+        planner, limits = self.planner, self.planner.limits
+        if limits.mode == "auto" and planner.regime != before:
+            assert planner.switches == switches + 1
+            is_loss = planner.regime == "high" and planner.gain <= 0
+            assert is_loss or self.steps - self.switched_at >= limits.dwell_steps, "the regime flaps"
+        if planner.switches != switches:
+            self.switched_at = self.steps
+        assert math.isfinite(planner.gain) and planner.gain >= 0
+        for kind in range(12):
+            assert all(
+                0 <= rate < 1 or rate == 1 == rates[0] for rates in [planner.acceptance.rates(kind)] for rate in rates
+            )
+        for rows in BATCHES[1:]:
+            cost = planner.step_time.cost(rows, 500.0 * rows)
+            assert cost is None or all(0 <= value < math.inf for value in dataclasses.astuple(cost))
+
+
+STEP = st.tuples(st.sampled_from(BATCHES), st.sampled_from(PLAIN_S), st.sampled_from(DRAFT_S), st.integers(0, 8),
+                 st.integers(0, 11), st.integers(1, 40))  # fmt: skip
+CHANGE = st.one_of(st.sampled_from(MODES), st.just("weights"), st.floats(-50.0, 50.0))
+
+
+@CHECKED
+@given(
+    events=st.lists(st.one_of(STEP, STEP, STEP, CHANGE), min_size=6, max_size=15),
+    dwell_steps=st.sampled_from((0, 4, 16)),
+    max_batch=st.sampled_from((4, 256)),
+    max_step_draft_tokens=st.sampled_from((1, 40, 1024)),
+)
+def test_drafts_keep_their_limits_and_the_regime_its_dwell(events, **limits):
+    engine = Engine(SpeculationLimits(probe_interval_s=0.1, **limits))
+    for event in events:
+        if isinstance(event, tuple):
+            *step, times = event
+            for _ in range(times):
+                engine.step(*step)
+        elif event == "weights":
+            engine.planner.on_weights_updated()
+        elif isinstance(event, float):
+            engine.now_s += event
+        else:
+            engine.planner.set_limits(dataclasses.replace(engine.planner.limits, mode=event))
+            engine.switched_at = -math.inf  # to be told is another matter
+
+
+@CHECKED
+@given(
+    enter=st.floats(0.01, 3.0),
+    share=st.floats(0.1, 1.0),
+    events=st.lists(
+        st.tuples(st.sampled_from(("admit", "withdraw", "turn", "begin", "end", "replica", "look", "look")),
+                  st.integers(0, 5_000), st.sampled_from(STEPS_S), st.booleans()),
+        min_size=20, max_size=60,
+    ),
+)  # fmt: skip
+def test_the_fleet_is_loaded_when_its_kv_is_and_for_the_dwell_at_least(enter, share, events):
+    fleet, now_s, changed_s, changes = Fleet(), 0.0, -math.inf, 0
+    load = FleetLoad(RegimeConfig(enter_kv_share=enter, leave_kv_share=enter * share, dwell_s=10.0), fleet)
+    for kind, number, step_s, is_holding in events:
+        now_s += step_s
+        replicas = list(fleet.replicas.values())
+        if kind == "replica":
+            fleet.add_replica(f"r{number % 3}").capacity_tokens = number
+        elif kind == "admit" and replicas and f"s{number}" not in fleet.conversations:
+            conversation = fleet.conversations[f"s{number}"] = Conversation(f"s{number}", "t", "", False, now_s)
+            fleet.resize(conversation, number, number)
+            fleet.admit(conversation, replicas[number % len(replicas)], number, 0)
+        elif kind == "withdraw" and fleet.conversations:
+            fleet.withdraw(fleet.conversations.pop(next(iter(fleet.conversations))))
+        elif kind == "turn":
+            load.on_turn(number, is_holding)
+        elif kind == "begin":
+            load.on_step_begin(number % 50)
+        elif kind == "end":
+            load.on_step_end()
+        before = load.regime
+        change = load.update(is_holding, now_s)
+        needs = sum(replica.working_set_tokens for replica in replicas)
+        trusted = sum(replica.trusted_tokens for replica in replicas)
+        assert not needs or needs / trusted < enter or load.regime == "high"
+        assert (change is not None) == (load.regime != before) and math.isfinite(load.load_peak)
+        if change is not None:
+            assert change.new == "high" or (not is_holding and now_s - changed_s >= 10.0), "the regime flaps"
+            changes, changed_s = changes + 1, now_s
+    assert load.take_counts()[0] == changes and load.take_counts() == (0, 0.0)
