@@ -276,7 +276,7 @@ def time_of(record: Record) -> float | None:
 
 def _time(record: Record) -> float:
     value = record.get("at_s")
-    if type(value) not in (int, float) or not abs(value) < 1e15:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e15:
         raise JournalError(f"at_s={value!r:.80} of event {record['event']!r} is no time in seconds")
     return float(value)
 
