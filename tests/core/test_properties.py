@@ -131,11 +131,12 @@ class Engine:
             assert all(0 <= length <= min(limit, (found + row) % 9) for row, length in enumerate(lengths))
         for kind, length in zip(kinds, lengths, strict=True):
             if length:
-                planner.acceptance.observe(kind, length, min(length, accepted))
+                planner.observe_draft(kind, length, min(length, accepted))
+        accepted_tokens = sum(min(length, accepted) for length in lengths)
         drafting = sum(length > 0 for length in lengths)
         seconds = plain_s + draft_s * sum(lengths)
         planner.observe_step(rows=rows, kv_tokens=500.0 * rows, drafting_rows=drafting, draft_tokens=sum(lengths),
-                             seconds=seconds)  # fmt: skip
+                             accepted_tokens=accepted_tokens, seconds=seconds)  # fmt: skip
         self.now_s += seconds
         self.check(before, switches)
 

@@ -82,6 +82,7 @@ def test_another_setting_leads_elsewhere(journal, capsys):
         (lambda path: path.write_bytes(path.read_bytes()[:500] + b"\xff\xfe\n"), ["journal.jsonl:", "no text"]),
         (lambda path: path.write_text("\n".join([lines_of(path)[0], "{nonsense", ""])), [":2: no JSON"]),
         (lambda path: path.write_text("\n".join([lines_of(path)[0], "[1]", ""])), [":2: [1] is no event"]),
+        (lambda path: path.write_text("\n".join([lines_of(path)[0], "[" * 100_000, ""])), [":2: no JSON (max"]),
         (lambda path: path.write_text('{"a": 1}\n'), [":1: no header of a WAR journal"]),
         (lambda path: rewrite(path, 1, lambda r: r.update(war_journal=99)), [":1: war_journal=99", "reads 1"]),
         (

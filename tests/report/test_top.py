@@ -75,6 +75,7 @@ def test_a_long_list_is_cut(simulated):
     [
         (lambda path: path.unlink(), "cannot be read: No such file"),
         (lambda path: path.write_text("{nonsense\n"), ":1: no JSON"),
+        (lambda path: path.write_text("[" * 100_000 + "\n"), ":1: no JSON (maximum recursion"),
         (lambda path: path.write_text('{"a": 1}\n'), ":1: no header of a WAR journal"),
         (lambda path: path.write_text(path.read_text() + "[1]\n"), ": [1] is no event"),
         (lambda path: path.write_text(path.read_text() + '{"event": "party"}\n'), ": event 'party' is unknown"),

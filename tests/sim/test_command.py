@@ -56,7 +56,10 @@ def test_war_settings_reach_the_manager(tmp_path, capsys):
     "arguments,message",
     [
         (["--load", "16,many"], "--load: 'many' is not a number"),
+        (["--load", ""], "--load: '' is not a number"),
         (["--load", "0"], "--load 0 must be between"),
+        (["--load", "4", "--write-trace", "."], "Is a directory"),
+        (["--load", "4", "--write-trace", "no/such/trace.jsonl"], "No such file or directory"),
         (["--load", "nan"], "--load nan must be between"),
         (["--replicas", "0"], "--replicas 0 must be between 1 and 10000"),
         (["--seeds", "-1"], "--seeds -1 must be between"),
@@ -83,6 +86,8 @@ def test_out_that_is_a_file(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main([*TINY, "--load", "4", "--out", str(tmp_path / "file")]) == 2
     assert "is a file" in capsys.readouterr().err
+    assert main([*TINY, "--load", "4", "--out", str(tmp_path / "file" / "below")]) == 2
+    assert "Not a directory" in capsys.readouterr().err
 
 
 def test_ctrl_c_keeps_what_is_complete(tmp_path, monkeypatch, capsys):

@@ -31,6 +31,7 @@ def test_what_may_be_left_out(tmp_path):
         ({"prompt_tokens": 0}, "prompt_tokens=0 must be an integer of at least 1"),
         ({"prompt_tokens": True}, "prompt_tokens=True must be an integer"),
         ({"system_tokens": 101}, "system_tokens=101 is more than prompt_tokens=100"),
+        ({"start_s": 10**400}, "start_s=1000"),
         ({"start_s": -1}, "start_s=-1 must be a number of seconds"),
         ({"turns": []}, "turns=[] must be a list of at least one turn"),
         ({"turns": [5]}, "turns[0]: is int"),
@@ -52,6 +53,9 @@ def test_cut_off_empty_binary_missing_and_doubled(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text(json.dumps(LINE)[:30])
     with pytest.raises(ValueError, match="line 1: not JSON .* was it cut off"):
+        read_trace(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="line 1: nested too deeply"):
         read_trace(path)
     path.write_text("\n")
     with pytest.raises(ValueError, match="holds no trajectory"):

@@ -32,7 +32,7 @@ def records(path: Path) -> Iterator[tuple[int, Any]]:
                     )
                 try:
                     yield number, json.loads(line)
-                except json.JSONDecodeError as error:
+                except (json.JSONDecodeError, RecursionError) as error:  # the latter: ten thousand brackets
                     raise JournalError(f"{path}:{number}: no JSON ({error}); expected one record a line") from error
     except OSError as error:
         raise JournalError(f"{path} cannot be read: {error.strerror}; expected a journal") from error

@@ -50,7 +50,7 @@ class Tail:
                 self.line += 1
                 try:
                     yield json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise JournalError(f"{self.path}:{self.line}: no JSON ({error}); expected one record a line") from (
                         error
                     )

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace, stream: TextIO | None = None) -> int:
             out.write(f"wrote {options.write_trace}\n")
             return 0
         simulate(study, options, out)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.stderr.write(f"verl-war simulate: {error}\n")
         return EXIT_USAGE
     except Stopped as stop:
@@ -168,7 +168,7 @@ def _loads(options: argparse.Namespace) -> tuple[float, ...]:
             raise ValueError(f"--load {options.load} is for generated workloads; a trace holds its own number")
         return (len(read_trace(Path(options.workload))) / options.replicas,)
     loads = []
-    for word in (options.load or "16,64,128").split(","):
+    for word in ("16,64,128" if options.load is None else options.load).split(","):
         try:
             load = float(word)
         except ValueError:

@@ -15,7 +15,6 @@ anything.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +106,8 @@ def _parse_line(line: str, number: int, where: str) -> TrajectorySpec:
         raw = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno}); was it cut off?") from error
+    except RecursionError as error:
+        raise ValueError(f"{where}: nested too deeply for a trajectory") from error
     allowed = ("trajectory", "group", "system_tokens", "prompt_tokens", "start_s", "turns", "notes")
     _check_object(raw, allowed, where)
     group = _text(raw, "group", where)
@@ -162,6 +163,6 @@ def _integer(raw: Mapping[str, Any], key: str, where: str, least: int = 0, defau
 
 def _seconds(raw: Mapping[str, Any], key: str, where: str) -> float:
     value = raw.get(key, 0.0)
-    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{where}: {key}={value!r} must be a number of seconds, at least 0")
+    if type(value) not in (int, float) or not 0 <= value <= 1e9:
+        raise ValueError(f"{where}: {key}={value!r:.80} must be a number of seconds, 0 to 1e9")
     return float(value)
