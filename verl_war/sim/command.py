@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
+from verl_war.sim.draft_world import ACCEPTANCE, find_world
 from verl_war.sim.hardware import PROFILES, load_profile
-from verl_war.sim.policies.registry import POLICIES, find_policies
+from verl_war.sim.policies.registry import POLICIES, PolicySpec, find_policies
 from verl_war.sim.runner import BASE, Run, Study, Summary, complete_cases, run_study, summarise
 from verl_war.sim.trace import read_trace, write_trace
 from verl_war.sim.workload import SHAPES, generate
@@ -37,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policies", default="stock,war", help="comma-separated, or all (%(default)s)")
     parser.add_argument("--seeds", type=int, default=5, help="seeds 1..N (%(default)s)")
     parser.add_argument("--workload", default="default", help=f"{'|'.join(SHAPES)} or TRACE.jsonl (%(default)s)")
+    parser.add_argument(
+        "--acceptance",
+        help=f"how predictable the text is, for drafts: {'|'.join(ACCEPTANCE)} (without it no engine speculates, and "
+        "all policies are compared by their schedules alone)",
+    )
     parser.add_argument("--kv-capacity", type=int, metavar="TOKENS", help="of a replica, instead of the hardware's")
     parser.add_argument("--host-kv", type=float, default=4.0, help="host tier in KV capacities (%(default)s)")
     parser.add_argument("--misstated-capacity", type=float, default=1.0, metavar="X", help="reported over true KV")
@@ -146,14 +152,27 @@ def study_of(options: argparse.Namespace) -> Study:
         hardware=hardware,
         replicas=options.replicas,
         loads=_loads(options),
-        policies=tuple(find_policies(options.policies)),
+        policies=_policies(options),
         seeds=options.seeds,
         workload=options.workload,
         host_kv=options.host_kv,
         slowdown=_slowdown(options.slow, options.replicas),
         misstated_capacity=options.misstated_capacity,
         war_settings=_war_settings(options.war),
+        acceptance=None if options.acceptance is None else find_world(options.acceptance),
     )
+
+
+def _policies(options: argparse.Namespace) -> tuple[PolicySpec, ...]:
+    found = find_policies(options.policies)
+    if options.acceptance is None:
+        drafting = [spec.name for spec in found if spec.only_drafts]
+        if drafting and options.policies != "all":
+            raise ValueError(
+                f"--policies {drafting[0]} is stock but for its drafts; say with --acceptance what is accepted"
+            )
+        found = [spec for spec in found if not spec.only_drafts]
+    return tuple(found)
 
 
 def _loads(options: argparse.Namespace) -> tuple[float, ...]:
@@ -228,6 +247,7 @@ def describe(study: Study) -> dict[str, Any]:
         "slowdown": study.all_slowdowns,
         "misstated_capacity": study.misstated_capacity,
         "war_settings": study.war_settings,
+        "acceptance": None if study.acceptance is None else dataclasses.asdict(study.acceptance),
     }
 
 

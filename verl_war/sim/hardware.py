@@ -20,6 +20,18 @@ MBU = 0.75
 KV_SHARE = 0.9
 """vLLM's default `gpu_memory_utilization`."""
 
+DRAFT_STEP_S = 0.5e-3
+"""Kernels of the rejection sampler and copies to and from the device, when a step verifies drafts. Assumed, not
+measured on a GPU."""
+
+DRAFT_REQUEST_S = 20e-6
+"""Of these, 12 us are a look-up among 740k tokens (recipes/baseline_comparison/results/history)."""
+
+VOCABULARY = 151_936
+LOGITS_PASSES = 4
+"""Vocabulary of Qwen3, and how often the rejection sampler reads or writes float32 logits: softmax, comparison,
+resampling."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
@@ -29,7 +41,8 @@ class HardwareProfile:
     (query, key) pairs takes, with `overlapped`,
     `base_s + per_request_s * n + max(per_token_s * (n + p) + per_pair_s * q, weights_s + per_kv_token_s * S)`,
     the roofline; without, `base_s + per_request_s * n + per_token_s * p + per_pair_s * q + per_kv_token_s * S`,
-    the form that is fitted to a measured machine.
+    the form that is fitted to a measured machine. Draft tokens count as prefill tokens; a step that verifies d of them
+    takes `draft_step_s + draft_request_s * n + draft_token_s * d` more.
 
     Attributes:
         base_s: Cost of any step: scheduling, kernel launches, all-reduce latency, sampling.
@@ -43,6 +56,9 @@ class HardwareProfile:
         max_num_batched_tokens: vLLM's token budget of a step.
         kv_bytes_per_token: Bytes of KV of one token, for the host tier.
         host_bytes_per_s: Bandwidth between host and device, for the host tier.
+        draft_step_s: Cost of verifying any draft at all: another way through the sampler, look-ups.
+        draft_request_s: The same for every request of the batch, those without a draft included.
+        draft_token_s: Sampling at one draft token's position.
     """
 
     name: str
@@ -58,6 +74,9 @@ class HardwareProfile:
     max_num_batched_tokens: int = 8192
     kv_bytes_per_token: int = 0
     host_bytes_per_s: float = 0.0
+    draft_step_s: float = 0.0
+    draft_request_s: float = 0.0
+    draft_token_s: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -92,6 +111,10 @@ class HardwareProfile:
         memory_s = (steps - bound) * self.weights_s + self._kv_read_s(decodes, kv_tokens, bound, steps)
         return fixed_s + bound * compute_s + memory_s
 
+    def draft_s(self, requests: int, draft_tokens: int) -> float:
+        """Seconds that a step of so many requests takes longer because it verifies drafts, their computation aside."""
+        return self.draft_step_s + self.draft_request_s * requests + self.draft_token_s * draft_tokens
+
     def _kv_read_s(self, decodes: int, kv_tokens: int, begin: int, end: int) -> float:
         grown = decodes * (end * (end - 1) - begin * (begin - 1)) / 2
         return self.per_kv_token_s * ((end - begin) * kv_tokens + grown)
@@ -116,6 +139,9 @@ def _roofline(
         kv_bytes_per_token=kv_bytes,
         # 55 GB/s is what pinned copies reach on PCIe 5.0 x16 (64 GB/s); one link per device.
         host_bytes_per_s=55e9 * devices,
+        draft_step_s=DRAFT_STEP_S,
+        draft_request_s=DRAFT_REQUEST_S,
+        draft_token_s=LOGITS_PASSES * 4 * VOCABULARY / (MBU * bytes_per_s * devices),
     )
 
 
@@ -150,6 +176,9 @@ PROFILES: dict[str, HardwareProfile] = {
             max_num_batched_tokens=2048,
             kv_bytes_per_token=23_040,
             host_bytes_per_s=5e9,
+            # Of the same measurements: one draft per request costs 1.0, 3.0, 13.6 and 55.1 ms at batch 1, 4, 16 and 64,
+            # of which 0.48 ms per token are its computation.
+            draft_request_s=0.00038,
         ),  # fmt: skip
         # What vLLM reports at gpu_memory_utilization 0.93.
         _roofline("h100_8b", **_QWEN3_8B, **_H100, devices=1, base_s=0.003, kv_capacity_tokens=430_000),

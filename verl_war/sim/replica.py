@@ -9,62 +9,11 @@ but decoding happens, many steps are one event.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 
 from verl_war.sim.hardware import HardwareProfile
-from verl_war.sim.kv_cache import BLOCK_TOKENS, Path, PrefixCache, blocks_for
-
-
-class Request:
-    """One turn on a replica.
-
-    Attributes:
-        path: Its context in the prefix cache; the last part is its own.
-        cached_tokens: Prompt tokens found cached when it was first scheduled, vLLM's `num_cached_tokens`.
-        generated: Tokens sampled so far; they survive a preemption.
-        computed: Tokens of the context whose KV is computed, valid while it prefills.
-        context_at: Context and step counter at which it began to decode.
-    """
-
-    __slots__ = (
-        "key", "path", "prompt_tokens", "output_tokens", "priority", "order", "cached_tokens", "generated", "computed",
-        "decode_context", "decode_begin", "decoding", "admission",
-    )  # fmt: skip
-
-    def __init__(self, key: int, path: Path, prompt_tokens: int, output_tokens: int, priority: int = 0) -> None:
-        self.key = key
-        self.path = path
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens = output_tokens
-        self.priority = priority
-        self.order = 0
-        self.cached_tokens = -1
-        self.generated = 0
-        self.computed = 0
-        self.decode_context = 0
-        self.decode_begin = 0
-        self.decoding = False
-        self.admission = -1
-
-    @property
-    def target(self) -> int:
-        """Tokens to compute before it decodes (again)."""
-        return self.prompt_tokens + self.generated
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals of a replica since it started."""
-
-    engine_steps: int = 0
-    busy_s: float = 0.0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    preemptions: int = 0
-    kv_token_steps: float = 0.0
-    used_blocks_peak: int = 0
+from verl_war.sim.kv_cache import BLOCK_TOKENS, PrefixCache, blocks_for
+from verl_war.sim.request import Counters, Request
+from verl_war.sim.speculation import Batch, Drafter, StepDrafts
 
 
 class Replica:
@@ -76,6 +25,7 @@ class Replica:
         by_priority: vLLM's `scheduling_policy=priority`.
         slowdown: All steps take this many times longer.
         max_steps_per_event: 1 turns the summing up of decode steps off; for tests.
+        drafter: Decides what is drafted; None for an engine without speculation.
     """
 
     def __init__(
@@ -85,11 +35,13 @@ class Replica:
         by_priority: bool = False,
         slowdown: float = 1.0,
         max_steps_per_event: int = 1 << 30,
+        drafter: Drafter | None = None,
     ) -> None:
         self.hardware = hardware
         self.slowdown = slowdown
         self.cache = PrefixCache(hardware.kv_capacity_tokens // BLOCK_TOKENS, host_tokens // BLOCK_TOKENS)
         self.counters = Counters()
+        self.drafter = drafter
         self.event_s: float | None = None
         self.event_version = 0
         self._by_priority = by_priority
@@ -109,6 +61,9 @@ class Replica:
         self._crossings = [0] * BLOCK_TOKENS
         self._begin_s = 0.0
         self._planned = 0
+        self._batch: Batch | None = None
+        self._batch_key = (0, 0, True)
+        self._drafts: StepDrafts | None = None
 
     @property
     def running(self) -> int:
@@ -154,6 +109,7 @@ class Replica:
         self._waiting, self._running, self._prefilling = [], {}, {}
         self._loading, self._chunks, self._finish = [], [], []
         self._decodes = self._kv_tokens = self._planned = 0
+        self._batch = self._drafts = None
         self._crossings = [0] * BLOCK_TOKENS
         self._set_event(None)
         return lost
@@ -177,10 +133,28 @@ class Replica:
             self._set_event(self._loading[0][0] if self._loading else None)
             return
         self.cache.take(self._crossings[self._step % BLOCK_TOKENS])
+        if self.drafter is not None:
+            self._propose(self.drafter)
         # After a preemption nothing was admitted in this step; the next one tries again.
-        self._planned = 1 if self._chunks or preempted else self._plan()
+        self._planned = 1 if self._chunks or preempted or self._drafts is not None else self._plan()
         self.counters.used_blocks_peak = max(self.counters.used_blocks_peak, self.cache.used_blocks)
         self._set_event(now_s + self._steps_s(self._planned))
+
+    def _propose(self, drafter: Drafter) -> None:
+        self._batch = self._drafts = None
+        last, self._batch_key = self._batch_key, (self._admissions, self._decodes, bool(self._chunks))
+        if not self._decodes:
+            return
+        self._batch = Batch(
+            requests=self._decodes + len(self._chunks),
+            kv_tokens=self._kv_tokens,
+            decoding=(request for request in self._running.values() if request.decoding),
+            step=self._step,
+            free_blocks=self.cache.available_blocks,
+            is_steady=last == self._batch_key and not self._chunks,
+            now_s=self._begin_s,
+        )
+        self._drafts = drafter.propose(self._batch)
 
     def _set_event(self, event_s: float | None) -> None:
         self.event_s = event_s
@@ -255,8 +229,8 @@ class Replica:
     def _preempt(self, request: Request) -> None:
         del self._running[request.admission]
         if request.decoding:
-            context = self._context(request)
-            request.generated += self._step - request.decode_begin
+            context = request.context(self._step)
+            request.generated = request.position(self._step)
             self._stop_decoding(request, context)
             self.cache.release(request.path, context, blocks_for(context))
         else:
@@ -269,9 +243,6 @@ class Replica:
         self.counters.preemptions += 1
         heapq.heappush(self._waiting, (request.priority if self._by_priority else 0, request.order, request))
 
-    def _context(self, request: Request) -> int:
-        return request.decode_context + self._step - request.decode_begin
-
     def _stop_decoding(self, request: Request, context: int) -> None:
         request.decoding = False
         self._decodes -= 1
@@ -282,7 +253,8 @@ class Replica:
         """How many pure decode steps nothing can interrupt but an arrival."""
         while self._finish and not self._is_current(self._finish[0]):
             heapq.heappop(self._finish)
-        steps = min(self._finish[0][0] - self._step, self._max_steps)
+        most = self._max_steps if self.drafter is None else min(self._max_steps, self.drafter.plain_steps)
+        steps = min(self._finish[0][0] - self._step, most)
         available = self.cache.available_blocks
         if self._decodes * (steps // BLOCK_TOKENS + 1) > available:
             for ahead in range(1, steps):
@@ -298,11 +270,18 @@ class Replica:
         return entry[2].decoding and entry[2].admission == entry[1]
 
     def _steps_s(self, steps: int) -> float:
-        if self._chunks:
+        if self._chunks or self._drafts is not None:
             tokens = sum(chunk for _, chunk in self._chunks)
             pairs = sum(chunk * (request.computed + (chunk + 1) / 2) for request, chunk in self._chunks)
+            if self._drafts is not None:
+                return self._draft_step_s(self._drafts, tokens, pairs)
             return self.slowdown * self.hardware.step_s(self._decodes, self._kv_tokens, tokens, pairs)
         return self.slowdown * self.hardware.decode_steps_s(self._decodes, self._kv_tokens, steps)
+
+    def _draft_step_s(self, drafts: StepDrafts, tokens: int, pairs: float) -> float:
+        hardware = self.hardware
+        seconds = hardware.step_s(self._decodes, self._kv_tokens, tokens + drafts.tokens, pairs + drafts.pairs)
+        return self.slowdown * (seconds + hardware.draft_s(self._decodes, drafts.tokens))
 
     def _steps_until(self, now_s: float, most: int | None = None) -> int:
         """Smallest number of the planned steps, at least 1, that ends at or after `now_s`."""
@@ -317,7 +296,8 @@ class Replica:
 
     def _complete(self, steps: int) -> list[Request]:
         counters = self.counters
-        counters.busy_s += self._steps_s(steps)
+        seconds = self._steps_s(steps)
+        counters.busy_s += seconds
         counters.engine_steps += steps
         counters.decode_tokens += steps * self._decodes
         if steps > 1:
@@ -329,6 +309,10 @@ class Replica:
         counters.kv_token_steps += steps * self.cache.used_blocks * BLOCK_TOKENS
         self._step += steps
         self._kv_tokens += steps * self._decodes
+        if self.drafter is not None and self._batch is not None:
+            self.drafter.observe(self._batch, self._drafts, steps, seconds)
+        if self._drafts is not None:
+            self._accept(self._drafts)
         finished = self._finish_decodes()
         for request, chunk in self._chunks:
             counters.prefill_tokens += chunk
@@ -337,6 +321,29 @@ class Replica:
                 self._end_prefill(request, finished)
         return finished
 
+    def _accept(self, drafts: StepDrafts) -> None:
+        """Accepted tokens take no iteration of their own: their requests go on as if they had begun with them."""
+        self.counters.drafted_tokens += drafts.tokens
+        self.counters.accepted_tokens += drafts.accepted
+        self.counters.decode_tokens += drafts.accepted
+        for draft in drafts.drafts:
+            request, accepted = draft.request, draft.accepted
+            if not accepted:
+                continue
+            context = request.context(self._step)
+            self.cache.take(blocks_for(context + accepted) - blocks_for(context))
+            self._crossings[(request.decode_begin - request.decode_context) % BLOCK_TOKENS] -= 1
+            request.decode_context += accepted
+            self._crossings[(request.decode_begin - request.decode_context) % BLOCK_TOKENS] += 1
+            request.generated += accepted
+            self._kv_tokens += accepted
+            heapq.heappush(self._finish, (self._finish_step(request), request.admission, request))
+        self._drafts = None
+
+    def _finish_step(self, request: Request) -> int:
+        """Step counter at which it has sampled all its tokens, without further drafts."""
+        return request.decode_begin + request.output_tokens - request.generated
+
     def _finish_decodes(self) -> list[Request]:
         finished = []
         while self._finish and self._finish[0][0] <= self._step:
@@ -344,8 +351,8 @@ class Replica:
             if not self._is_current(entry):
                 continue
             request = entry[2]
-            context = self._context(request)
-            request.generated += self._step - request.decode_begin
+            context = request.context(self._step)
+            request.generated = request.position(self._step)
             self._stop_decoding(request, context)
             del self._running[request.admission]
             self.cache.release(request.path, context, blocks_for(context))
@@ -368,5 +375,4 @@ class Replica:
         self._decodes += 1
         self._kv_tokens += context
         self._crossings[(self._step - context) % BLOCK_TOKENS] += 1
-        ends_at = self._step + request.output_tokens - request.generated
-        heapq.heappush(self._finish, (ends_at, request.admission, request))
+        heapq.heappush(self._finish, (self._finish_step(request), request.admission, request))

@@ -7,14 +7,17 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from verl_war.sim.bounds import ideal_makespan_s
+from verl_war.sim.draft_world import DraftTexts, DraftWorld
+from verl_war.sim.fleet import Fleet, Outcome
 from verl_war.sim.hardware import HardwareProfile
 from verl_war.sim.policies.base import PolicyContext
 from verl_war.sim.policies.registry import POLICIES, PolicySpec
-from verl_war.sim.simulator import Fleet, Outcome, Simulator
+from verl_war.sim.simulator import Simulator
 from verl_war.sim.trace import TrajectorySpec, read_trace
 from verl_war.sim.workload import SHAPES, SLOW_FACTOR, generate
 
@@ -33,6 +36,7 @@ class Study:
         slowdown: Replica index -> how many times slower it is.
         misstated_capacity: Reported KV capacity over the true one.
         war_settings: Settings of `custom.war` to try.
+        acceptance: How predictable the text is; None for engines that do not speculate, whatever the policy.
     """
 
     hardware: HardwareProfile
@@ -45,6 +49,7 @@ class Study:
     slowdown: Mapping[int, float] = field(default_factory=dict)
     misstated_capacity: float = 1.0
     war_settings: Mapping[str, Any] = field(default_factory=dict)
+    acceptance: DraftWorld | None = None
 
     @property
     def trace(self) -> Path | None:
@@ -90,14 +95,15 @@ def run_study(study: Study) -> Iterator[Run | None]:
         for seed in range(1, study.seeds + 1):
             count = max(1, round(load * study.replicas))
             trajectories = recorded or generate(SHAPES[study.workload], count, seed)
-            ideal_s = ideal_makespan_s(study.hardware, study.replicas, trajectories, study.all_slowdowns)
+            texts = None if study.acceptance is None else DraftTexts(study.acceptance, trajectories, seed)
+            ideal_s = ideal_makespan_s(study.hardware, study.replicas, trajectories, study.all_slowdowns, texts)
             work: tuple[int, int, int] | None = None
             for spec in study.arms():
                 best: Outcome | None = None
                 for position in range(len(spec.factories)):
                     if position:
                         yield None
-                    outcome = simulate(study, spec, position, trajectories, seed)
+                    outcome = simulate(study, spec, position, trajectories, seed, texts)
                     if best is None or outcome.makespan_s < best.makespan_s:
                         best = outcome
                 assert best is not None
@@ -108,9 +114,14 @@ def run_study(study: Study) -> Iterator[Run | None]:
 
 
 def simulate(
-    study: Study, spec: PolicySpec, position: int, trajectories: tuple[TrajectorySpec, ...], seed: int
+    study: Study,
+    spec: PolicySpec,
+    position: int,
+    trajectories: tuple[TrajectorySpec, ...],
+    seed: int,
+    texts: DraftTexts | None = None,
 ) -> Outcome:
-    """One simulation, with the policy's factory at `position`."""
+    """One simulation, with the policy's factory at `position`; without `texts` nothing is drafted."""
     slowdown = study.all_slowdowns
     context = PolicyContext(study.hardware, study.replicas, seed, trajectories, slowdown, study.war_settings)
     fleet = Fleet(
@@ -119,6 +130,8 @@ def simulate(
         host_tokens=int(study.host_kv * study.hardware.kv_capacity_tokens) if spec.host_tier else 0,
         slowdown=slowdown,
         misstated_capacity=study.misstated_capacity,
+        texts=texts,
+        new_drafter=None if texts is None or spec.new_drafter is None else partial(spec.new_drafter, context),
     )
     return Simulator(fleet, trajectories, spec.factories[position](context)).run()
 
@@ -146,6 +159,10 @@ class Summary:
     held_s: float
     moves: float
     kv_demand_peak: float
+    accepted_share: float = 0.0
+    """Share of the generated tokens that were accepted drafts."""
+    acceptance_rate: float = 0.0
+    regime_switches: float = 0.0
 
 
 def summarise(runs: Sequence[Run]) -> list[Summary]:
@@ -164,6 +181,7 @@ def summarise(runs: Sequence[Run]) -> list[Summary]:
         ideal = dataclasses.replace(ideal, makespan_s=statistics.fmean(run.ideal_s for run in mine))
         # A bound has no schedule that these could be told of.
         ideal = dataclasses.replace(ideal, t90_s=0, hit_rate=0, prefill_tokens=0, preemptions=0, held_s=0, moves=0)
+        ideal = dataclasses.replace(ideal, accepted_share=0, acceptance_rate=0, regime_switches=0)
         summaries.append(ideal)
     return summaries
 
@@ -186,4 +204,7 @@ def _summary(load: float, policy: str, ratios: list[float], outcomes: list[Outco
         held_s=mean("held_s"),
         moves=mean("moves"),
         kv_demand_peak=mean("kv_demand_peak"),
+        accepted_share=mean("accepted_tokens") / mean("output_tokens"),
+        acceptance_rate=mean("accepted_tokens") / max(1.0, mean("drafted_tokens")),
+        regime_switches=mean("regime_switches"),
     )

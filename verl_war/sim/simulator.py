@@ -5,87 +5,28 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
 from verl_war.core.types import ReplicaSnapshot, Turn, TurnResult
-from verl_war.sim.hardware import HardwareProfile
+from verl_war.sim.draft_world import Siblings, TurnDrafts
+from verl_war.sim.fleet import Fleet, Outcome
 from verl_war.sim.kv_cache import BLOCK_TOKENS, UNLIMITED_BLOCKS, Path, PathPart
 from verl_war.sim.policies.base import Policy, Start
-from verl_war.sim.replica import Replica, Request
+from verl_war.sim.replica import Replica
+from verl_war.sim.request import Request
 from verl_war.sim.trace import TrajectorySpec
 
 SNAPSHOT_INTERVAL_S = 0.5
 """How often a live server reports."""
+
+SPECULATION_INTERVAL_S = 1.0
+"""How often the live router asks an engine how it speculates."""
 
 TICK_INTERVAL_S = 0.5
 """How often the live router's clock ticks."""
 
 STALL_S = 3600.0
 """Nothing runs and nothing is on its way for so long: the policy holds turns for ever."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
-    """The replicas of a simulation.
-
-    Attributes:
-        host_tokens: Capacity of each replica's host tier; 0 for none.
-        by_priority: vLLM's `scheduling_policy=priority`.
-        slowdown: Replica index -> how many times slower it is.
-        down_at_s: Replica index -> when it dies.
-        misstated_capacity: Reported KV capacity over the true one, to try controllers out.
-    """
-
-    hardware: HardwareProfile
-    replicas: int
-    host_tokens: int = 0
-    by_priority: bool = False
-    slowdown: Mapping[int, float] = field(default_factory=dict)
-    down_at_s: Mapping[int, float] = field(default_factory=dict)
-    misstated_capacity: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What one simulated step came to.
-
-    Attributes:
-        makespan_s: Until the last trajectory ended; `t50_s` and so on until that share had.
-        turns, output_tokens, prompt_tokens: The work, equal in all arms.
-        prefill_tokens: Prompt tokens computed, recomputation after preemption included.
-        cached_tokens: Prompt tokens found in a prefix cache when their turn was first scheduled.
-        hit_rate: Cached over prompt tokens.
-        held_s: Sum over turns of the time between asking and starting.
-        moves: Turns on another replica than the trajectory's last.
-        kv_demand_mean, kv_demand_peak: Contexts of all live trajectories over the fleet's KV capacity, averaged
-            over the makespan and at most.
-        busy_share: Share of the makespan that each replica was in engine steps.
-    """
-
-    makespan_s: float
-    t50_s: float
-    t90_s: float
-    t99_s: float
-    turns: int
-    output_tokens: int
-    prompt_tokens: int
-    prefill_tokens: int
-    cached_tokens: int
-    hit_rate: float
-    preemptions: int
-    held_s: float
-    held_turns: int
-    moves: int
-    failed_turns: int
-    kv_demand_mean: float
-    kv_demand_peak: float
-    busy_share: tuple[float, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
 
 class _Live:
@@ -135,9 +76,16 @@ class Simulator:
         self._names = [f"replica-{index}" for index in range(fleet.replicas)]
         self._index = {name: index for index, name in enumerate(self._names)}
         self._replicas = [
-            Replica(fleet.hardware, fleet.host_tokens, fleet.by_priority, fleet.slowdown.get(index, 1.0))
+            Replica(
+                fleet.hardware,
+                fleet.host_tokens,
+                fleet.by_priority,
+                fleet.slowdown.get(index, 1.0),
+                drafter=None if fleet.new_drafter is None else fleet.new_drafter(),
+            )
             for index in range(fleet.replicas)
         ]
+        self._siblings = Siblings(trajectories)
         self._dead: set[int] = set()
         self._events: list[tuple[float, int, str, int, int]] = []
         self._sequence = 0
@@ -173,6 +121,8 @@ class Simulator:
             self._push(spec.start_s, "arrive", key)
         for index in range(len(self._replicas)):
             self._push(SNAPSHOT_INTERVAL_S * (1 + index / len(self._replicas)), "snapshot", index)
+            if self._replicas[index].drafter is not None:
+                self._push(SPECULATION_INTERVAL_S * (1 + index / len(self._replicas)), "speculation", index)
         for index, down_s in self._fleet.down_at_s.items():
             self._push(down_s, "down", index)
         self._push(TICK_INTERVAL_S, "tick")
@@ -181,6 +131,7 @@ class Simulator:
             "turn": self._on_turn,
             "steps": self._on_steps,
             "snapshot": self._on_snapshot,
+            "speculation": self._on_speculation,
             "down": self._on_down,
             "tick": self._on_tick,
         }
@@ -240,6 +191,7 @@ class Simulator:
         self._turns += 1
         self._output_tokens += request.generated
         self._prompt_tokens += request.prompt_tokens
+        self._siblings.on_turn_end(request.key, live.index)
         live.index += 1
         live.replica = -1
         live.context += turn.output_tokens
@@ -284,6 +236,14 @@ class Simulator:
             kv_token_steps=counters.kv_token_steps + steps * replica.cache.used_blocks * BLOCK_TOKENS,
             busy_s=counters.busy_s + busy_s,
         )
+
+    def _on_speculation(self, index: int, _: int, now_s: float) -> None:
+        replica = self._replicas[index]
+        if index in self._dead or replica.drafter is None:
+            return
+        self._push(now_s + SPECULATION_INTERVAL_S, "speculation", index)
+        reading = replica.drafter.reading(replica.counters.engine_steps, replica.counters.busy_s)
+        self._start_all(self._policy.on_speculation(self._names[index], reading, now_s), now_s)
 
     def _on_tick(self, _: int, __: int, now_s: float) -> None:
         self._push(now_s + TICK_INTERVAL_S, "tick")
@@ -331,11 +291,16 @@ class Simulator:
             self._progress_s = now_s
             turn = live.spec.turns[live.index]
             key = self._keys[start.trajectory_id]
-            request = Request(key, live.path, live.context, turn.output_tokens, start.priority)
+            drafts = self._drafts_of(key, live.index)
+            request = Request(key, live.path, live.context, turn.output_tokens, start.priority, drafts)
             before = self._replicas[index].event_version
             self._replicas[index].submit(request, now_s)
             if self._replicas[index].event_version != before:
                 self._schedule(index)
+
+    def _drafts_of(self, key: int, turn: int) -> TurnDrafts | None:
+        texts = self._fleet.texts
+        return None if texts is None else TurnDrafts(texts.of(key, turn), self._siblings.ahead(key, turn))
 
     def _schedule(self, index: int) -> None:
         replica = self._replicas[index]
@@ -394,4 +359,8 @@ class Simulator:
             kv_demand_mean=self._demand_sum / makespan / capacity,
             kv_demand_peak=self._demand_peak / capacity,
             busy_share=tuple(counter.busy_s / makespan for counter in counters),
+            engine_steps=sum(counter.engine_steps for counter in counters),
+            drafted_tokens=sum(counter.drafted_tokens for counter in counters),
+            accepted_tokens=sum(counter.accepted_tokens for counter in counters),
+            regime_switches=sum(0 if item.drafter is None else item.drafter.switches for item in self._replicas),
         )

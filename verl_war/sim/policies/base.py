@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from verl_war.core.types import ReplicaSnapshot, Turn, TurnResult
+from verl_war.core.types import ReplicaSnapshot, SpeculationReading, Turn, TurnResult
 from verl_war.sim.hardware import HardwareProfile
 from verl_war.sim.trace import TrajectorySpec
 
@@ -50,6 +50,7 @@ class Policy(Protocol):
     ) -> Sequence[Start]: ...
     def on_trajectory_end(self, trajectory_id: str, failed: bool, now_s: float) -> Sequence[Start]: ...
     def on_snapshot(self, replica_id: str, snapshot: ReplicaSnapshot, now_s: float) -> Sequence[Start]: ...
+    def on_speculation(self, replica_id: str, reading: SpeculationReading, now_s: float) -> Sequence[Start]: ...
     def on_tick(self, now_s: float) -> Sequence[Start]: ...
 
 
@@ -150,6 +151,9 @@ class RoutingPolicy(ABC):
         return ()
 
     def on_snapshot(self, replica_id: str, snapshot: ReplicaSnapshot, now_s: float) -> Sequence[Start]:
+        return ()
+
+    def on_speculation(self, replica_id: str, reading: SpeculationReading, now_s: float) -> Sequence[Start]:
         return ()
 
     def on_tick(self, now_s: float) -> Sequence[Start]:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from verl_war.core.types import ReplicaSnapshot, Turn, TurnResult
+from verl_war.core.types import ReplicaSnapshot, SpeculationReading, Turn, TurnResult
 from verl_war.sim.policies.base import Placed, PolicyContext, Start
 from verl_war.sim.trace import TrajectorySpec
 
@@ -134,6 +134,9 @@ class Clairvoyant:
         return ()
 
     def on_snapshot(self, replica_id: str, snapshot: ReplicaSnapshot, now_s: float) -> Sequence[Start]:
+        return ()
+
+    def on_speculation(self, replica_id: str, reading: SpeculationReading, now_s: float) -> Sequence[Start]:
         return ()
 
     def on_tick(self, now_s: float) -> Sequence[Start]:

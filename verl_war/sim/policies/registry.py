@@ -13,8 +13,10 @@ from verl_war.sim.policies.clairvoyant import Clairvoyant, Strategy
 from verl_war.sim.policies.paper import PaperLike
 from verl_war.sim.policies.routing import DynamoLike, KvcAwareLike, LeastLive, Margin, RoundRobin, SmgCacheAware
 from verl_war.sim.policies.thunderagent import ThunderAgentLike
+from verl_war.sim.speculation import Drafter
 
 Factory = Callable[[PolicyContext], Policy]
+DrafterFactory = Callable[[PolicyContext], Drafter | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +26,16 @@ class PolicySpec:
     Attributes:
         factories: What to run; with several, the one with the least makespan counts.
         host_tier: Whether its replicas keep evicted KV in host memory.
+        new_drafter: Makes the drafter of one replica where text can be drafted; None for engines without speculation.
+        only_drafts: It is nothing but its drafts: pointless where no text can be drafted.
     """
 
     name: str
     summary: str
     factories: tuple[Factory, ...]
     host_tier: bool = False
+    new_drafter: DrafterFactory | None = None
+    only_drafts: bool = False
 
 
 STRATEGIES = (
@@ -46,6 +52,10 @@ def _manager(settings: dict[str, object]) -> tuple[Factory, ...]:
     return (partial(war.workload_manager, settings=settings),)
 
 
+def _drafts(settings: dict[str, object], per_match: float | None = None) -> DrafterFactory:
+    return partial(war.planned_drafts, settings=settings, per_match=per_match)
+
+
 _SPECS = (
     PolicySpec("stock", "stock verl: sticky, first turn to the fewest requests in flight", _manager(war.STOCK)),
     PolicySpec("round_robin", "every turn to the next replica", (RoundRobin,)),
@@ -56,19 +66,46 @@ _SPECS = (
     PolicySpec("kvcaware_like", "uni-agent: home until its KV is full, then most KV left", (KvcAwareLike,)),
     PolicySpec("thunderagent_like", "ThunderAgent: pause and resume programs by KV", (ThunderAgentLike,)),
     PolicySpec("paper_like", "WAR's paper: four-term score, AIMD window", (PaperLike,)),
-    PolicySpec("war", "WAR: priced placement and admission by KV fit", _manager(war.WAR)),
-    PolicySpec("war_placement_only", "WAR without admission", _manager(war.PLACEMENT)),
-    PolicySpec("war_admission_only", "WAR without priced placement", _manager(war.ADMISSION)),
+    PolicySpec(
+        "war",
+        "WAR: priced placement, admission by KV fit, drafts by price",
+        _manager(war.WAR),
+        new_drafter=_drafts(war.WAR),
+    ),
+    PolicySpec("war_scheduling_only", "WAR without drafts", _manager(war.SCHEDULING)),
+    PolicySpec("war_placement_only", "WAR without admission and drafts", _manager(war.PLACEMENT)),
+    PolicySpec("war_admission_only", "WAR without priced placement and drafts", _manager(war.ADMISSION)),
+    PolicySpec(
+        "war_speculation_only",
+        "stock verl with WAR's drafts",
+        _manager(war.STOCK),
+        new_drafter=_drafts(war.SPECULATION),
+        only_drafts=True,
+    ),
+    PolicySpec(
+        "suffix_always",
+        "stock verl with vLLM's suffix decoding",
+        _manager(war.STOCK),
+        new_drafter=_drafts(war.SUFFIX, war.SUFFIX_PER_MATCH),
+        only_drafts=True,
+    ),
+    PolicySpec(
+        "war_threshold_16",
+        "the paper's WAR: suffix decoding up to 16 requests, scheduling above",
+        (war.threshold_manager,),
+        new_drafter=_drafts(war.THRESHOLD, war.SUFFIX_PER_MATCH),
+    ),
     PolicySpec("stock_offload", "stock verl, KV offloaded to the host", _manager(war.STOCK), host_tier=True),
-    PolicySpec("war_offload", "WAR, KV offloaded to the host", _manager(war.WAR), host_tier=True),
+    PolicySpec("war_offload", "WAR without drafts, KV offloaded to the host", _manager(war.SCHEDULING), host_tier=True),
     PolicySpec(
         "upper_bound",
-        "best of several schedules that know all turns to come",
+        "best of several schedules that know all turns and drafts to come",
         (
             *(partial(Clairvoyant, strategy=strategy) for strategy in STRATEGIES),
             *_manager(war.STOCK),
-            *_manager(war.WAR),
+            *_manager(war.SCHEDULING),
         ),
+        new_drafter=war.oracle_drafts,
     ),
 )
 

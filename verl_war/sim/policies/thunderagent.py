@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl_war.core.types import ReplicaSnapshot, Turn, TurnResult
+from verl_war.core.types import ReplicaSnapshot, SpeculationReading, Turn, TurnResult
 from verl_war.sim.policies.base import Placed, PolicyContext, Start
 
 POLL_S = 5.0
@@ -113,6 +113,9 @@ class ThunderAgentLike:
         return ()
 
     def on_snapshot(self, replica_id: str, snapshot: ReplicaSnapshot, now_s: float) -> Sequence[Start]:
+        return ()
+
+    def on_speculation(self, replica_id: str, reading: SpeculationReading, now_s: float) -> Sequence[Start]:
         return ()
 
     def on_tick(self, now_s: float) -> Sequence[Start]:
