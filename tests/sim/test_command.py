@@ -29,6 +29,26 @@ def test_table_plot_and_json(tmp_path, capsys):
     assert len({(run["turns"], run["output_tokens"], run["prompt_tokens"]) for run in first}) == 1
 
 
+def test_acceptance_makes_engines_speculate(tmp_path, capsys):
+    def ratios(*arguments):
+        assert main([*TINY, "--load", "2", "--seeds", "1", "--out", str(tmp_path), *arguments]) == 0
+        report = json.loads((tmp_path / "simulate.json").read_text())
+        return {row["policy"]: row for row in report["summary"]}, report["acceptance"]
+
+    rows, world = ratios("--policies", "war,war_scheduling_only,war_speculation_only", "--acceptance", "peaked")
+    assert world["name"] == "peaked" and world["run_tokens"] == 15.0
+    assert "1 seeds, acceptance peaked" in capsys.readouterr().out
+    assert rows["war"]["accepted_share"] > 0.3 and rows["war_speculation_only"]["ratio_mean"] > 1.2
+    assert rows["stock"]["accepted_share"] == rows["war_scheduling_only"]["accepted_share"] == 0
+    assert rows["ideal"]["ratio_mean"] > rows["war"]["ratio_mean"]
+    off, _ = ratios("--policies", "war", "--acceptance", "peaked", "--war", "speculation.enabled=false")
+    assert off["war"]["accepted_share"] == 0
+    rows, world = ratios("--policies", "all")
+    assert world is None
+    assert not {"suffix_always", "war_speculation_only"} & set(rows)
+    assert rows["war"]["accepted_share"] == 0
+
+
 def test_trace_and_its_hardware_from_files(tmp_path, capsys):
     trace, hardware = tmp_path / "work.jsonl", tmp_path / "mine.json"
     assert main([*TINY, "--load", "4", "--write-trace", str(trace)]) == 0
@@ -72,6 +92,11 @@ def test_war_settings_reach_the_manager(tmp_path, capsys):
         (["--slow", "5:2"], "--slow INDEX 5 must be between 0 and 1"),
         (["--war", "admission=1"], "--war 'admission=1' is not GROUP.KEY=VALUE"),
         (["--kv-capacity", "500"], "but a replica of cpu_2core holds 448"),
+        (["--acceptance", "peakd"], "--acceptance 'peakd' is unknown (did you mean 'peaked'?); expected one of peaked"),
+        (
+            ["--policies", "suffix_always"],
+            "--policies suffix_always is stock but for its drafts; say with --acceptance",
+        ),
         (["--misstated-capacity", "0"], "--misstated-capacity 0 must be"),
     ],
 )

@@ -12,6 +12,17 @@ from verl_war.sim.workload import SHAPES, generate
 
 CPU = PROFILES["cpu_2core"]
 
+BEFORE = [
+    ("stock", 8, 6.629581830000001, 4219, 0, 0),
+    ("stock", 32, 28.789574430000012, 35297, 0, 0),
+    ("war", 8, 6.629581830000001, 4219, 0, 0),
+    ("war", 32, 28.194122249999975, 35489, 8, 3),
+    ("war_placement_only", 8, 6.629581830000001, 4219, 0, 0),
+    ("war_placement_only", 32, 28.04078697000002, 35425, 0, 2),
+    ("thunderagent_like", 8, 6.477619679999999, 4219, 0, 0),
+    ("thunderagent_like", 32, 26.454128150000003, 35233, 0, 0),
+]
+
 
 def simulate(specs, policy=LeastLive, hardware=None, replicas=2, **fleet):
     hardware = hardware or machine()
@@ -63,6 +74,20 @@ def test_every_policy_survives_a_replica_that_dies(name):
     outcome = simulate(specs, POLICIES[name].factories[0], CPU, 3, down_at_s={0: 4.0})
     assert outcome.output_tokens == sum(item.output_tokens for item in specs)
     assert outcome.failed_turns > 0
+
+
+@pytest.mark.parametrize(
+    "name,load,makespan_s,prefill_tokens,held_turns,moves",
+    BEFORE,
+)
+def test_without_speculation_nothing_has_changed(name, load, makespan_s, prefill_tokens, held_turns, moves):
+    """Numbers of the simulator before it knew drafts."""
+    specs = generate(SHAPES["small"], 2 * load, 1)
+    setting = context(specs, CPU, 2, seed=1)
+    outcome = Simulator(Fleet(hardware=CPU, replicas=2), specs, POLICIES[name].factories[0](setting)).run()
+    assert outcome.makespan_s == pytest.approx(makespan_s, rel=1e-12)
+    assert (outcome.prefill_tokens, outcome.held_turns, outcome.moves) == (prefill_tokens, held_turns, moves)
+    assert (outcome.drafted_tokens, outcome.accepted_tokens) == (0, 0)
 
 
 def test_slow_replica_and_mis_stated_capacity_reach_the_policy():

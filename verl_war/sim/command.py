@@ -116,6 +116,8 @@ def simulate(study: Study, options: argparse.Namespace, stream: TextIO) -> None:
     }
     (folder / "simulate.json").write_text(json.dumps(report, indent=1) + "\n")
     title = f"{study.hardware.name}, {study.replicas} replicas, workload {study.workload}, {study.seeds} seeds"
+    if study.acceptance is not None:
+        title += f", acceptance {study.acceptance}"
     draw_ratios(summaries, title, folder / "simulate.png")
     table = as_text(summaries, title)
     (folder / "simulate.txt").write_text(table + "\n")
@@ -128,7 +130,8 @@ def default_name(study: Study) -> str:
     """A name that tells the main options."""
     loads = "_".join(f"{load:g}" for load in study.loads)
     workload = Path(study.workload).stem
-    return f"simulate-{study.hardware.name}-{study.replicas}x{loads}-{workload}-{study.seeds}seeds"
+    acceptance = "" if study.acceptance is None else f"-{study.acceptance}"
+    return f"simulate-{study.hardware.name}-{study.replicas}x{loads}-{workload}-{study.seeds}seeds{acceptance}"
 
 
 def study_of(options: argparse.Namespace) -> Study:
@@ -148,6 +151,8 @@ def study_of(options: argparse.Namespace) -> Study:
     _require("--seeds", options.seeds, 1, 1000)
     _require("--host-kv", options.host_kv, 0, 1000)
     _require("--misstated-capacity", options.misstated_capacity, 0.05, 100)
+    if options.acceptance is not None:
+        find_world(options.acceptance)
     return Study(
         hardware=hardware,
         replicas=options.replicas,
@@ -159,7 +164,7 @@ def study_of(options: argparse.Namespace) -> Study:
         slowdown=_slowdown(options.slow, options.replicas),
         misstated_capacity=options.misstated_capacity,
         war_settings=_war_settings(options.war),
-        acceptance=None if options.acceptance is None else find_world(options.acceptance),
+        acceptance=options.acceptance,
     )
 
 
@@ -247,8 +252,12 @@ def describe(study: Study) -> dict[str, Any]:
         "slowdown": study.all_slowdowns,
         "misstated_capacity": study.misstated_capacity,
         "war_settings": study.war_settings,
-        "acceptance": None if study.acceptance is None else dataclasses.asdict(study.acceptance),
+        "acceptance": None if study.acceptance is None else _world_of(study.acceptance),
     }
+
+
+def _world_of(name: str) -> dict[str, Any]:
+    return {"name": name, **dataclasses.asdict(find_world(name))}
 
 
 def as_text(summaries: list[Summary], title: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_war.sim.bounds import ideal_makespan_s
-from verl_war.sim.draft_world import DraftTexts, DraftWorld
+from verl_war.sim.draft_world import DraftTexts, find_world
 from verl_war.sim.fleet import Fleet, Outcome
 from verl_war.sim.hardware import HardwareProfile
 from verl_war.sim.policies.base import PolicyContext
@@ -36,7 +36,8 @@ class Study:
         slowdown: Replica index -> how many times slower it is.
         misstated_capacity: Reported KV capacity over the true one.
         war_settings: Settings of `custom.war` to try.
-        acceptance: How predictable the text is; None for engines that do not speculate, whatever the policy.
+        acceptance: A name of `ACCEPTANCE`, how predictable the text is; None for engines that do not speculate,
+            whatever the policy.
     """
 
     hardware: HardwareProfile
@@ -49,7 +50,7 @@ class Study:
     slowdown: Mapping[int, float] = field(default_factory=dict)
     misstated_capacity: float = 1.0
     war_settings: Mapping[str, Any] = field(default_factory=dict)
-    acceptance: DraftWorld | None = None
+    acceptance: str | None = None
 
     @property
     def trace(self) -> Path | None:
@@ -95,7 +96,7 @@ def run_study(study: Study) -> Iterator[Run | None]:
         for seed in range(1, study.seeds + 1):
             count = max(1, round(load * study.replicas))
             trajectories = recorded or generate(SHAPES[study.workload], count, seed)
-            texts = None if study.acceptance is None else DraftTexts(study.acceptance, trajectories, seed)
+            texts = None if study.acceptance is None else DraftTexts(find_world(study.acceptance), trajectories, seed)
             ideal_s = ideal_makespan_s(study.hardware, study.replicas, trajectories, study.all_slowdowns, texts)
             work: tuple[int, int, int] | None = None
             for spec in study.arms():

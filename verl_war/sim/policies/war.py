@@ -21,7 +21,7 @@ SCHEDULING: dict[str, Any] = PLACEMENT | ADMISSION
 WAR: dict[str, Any] = SPECULATION | SCHEDULING
 """What a user writes under `custom.war` for each arm."""
 
-ALWAYS = {"enabled": True, "mode": "always", "max_step_draft_tokens": 65_536}
+ALWAYS = {"enabled": True, "mode": "always", "max_step_draft_tokens": 65_536, "watchdog_acceptance": 0.0}
 SUFFIX: dict[str, Any] = {"speculation": {**ALWAYS, "max_batch": 65_536}}
 """vLLM's suffix decoding: up to 24 tokens for every request and step (`suffix_decoding_max_tree_depth`, 0.27.1)."""
 
