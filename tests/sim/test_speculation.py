@@ -1,6 +1,7 @@
 """Replicas that speculate: exact work, the true time of drafts, and the live planner's decisions."""
 
 import dataclasses
+import random
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from verl_war.core.config import parse_war_config
 from verl_war.core.manager import WorkloadManager
 from verl_war.core.speculation_limits import SpeculationLimits
 from verl_war.sim.bounds import ideal_makespan_s
-from verl_war.sim.draft_world import ACCEPTANCE, DraftTexts, DraftWorld, TurnDrafts
+from verl_war.sim.draft_world import ACCEPTANCE, DraftTexts, DraftWorld, TurnDrafts, TurnText
 from verl_war.sim.fleet import Fleet
 from verl_war.sim.hardware import PROFILES
 from verl_war.sim.policies.registry import POLICIES
@@ -79,11 +80,11 @@ def test_context_of_accepted_tokens_stays_cached_and_its_blocks_are_given_back()
 
 
 def test_drafts_take_only_blocks_that_are_free():
-    replica = Replica(machine(kv_capacity_tokens=64 * 3), drafter=Script(*[(20, 20)] * 3))
+    replica = Replica(machine(kv_capacity_tokens=64 * 3), drafter=Script((0, 0), *[(20, 20)] * 4))
     # Contexts of 100 and 60 tokens fill three blocks; 60 + 21 need one more, free when the first request has ended.
-    drive(replica, [(0.0, Request(1, own(1), 100, 3)), (0.0, Request(2, own(2), 60, 30))])
+    drive(replica, [(0.0, Request(1, own(1), 100, 5)), (0.0, Request(2, own(2), 60, 30))])
     assert replica.counters.drafted_tokens == 20
-    assert replica.counters.engine_steps == 1 + 2 + 1 + (29 - 2 - 21)
+    assert replica.counters.engine_steps == 1 + 4 + 1 + (29 - 3 - 21)
     assert replica.counters.preemptions == 0
 
 
@@ -96,15 +97,18 @@ def test_batches_tell_the_planner_when_a_step_is_only_decoding():
     assert seen == [(1, False), (1, True), (2, False), (2, False), (1, False)]
 
 
-def test_planned_drafts_are_exact_work_with_any_event_length():
-    """The planner is asked for every plain step, in whatever events they come."""
-    limits = SpeculationLimits(mode="off")
-    ends = []
-    for most in (1, 1 << 30):
-        replica = Replica(machine(), max_steps_per_event=most, drafter=PlannedDrafts(limits))
-        ends.append(drive(replica, [(0.0, Request(1, own(1), 100, 50, drafts=None))]))
-        assert replica.drafter.planner._step == 49
-    assert ends[0] == pytest.approx(ends[1])
+def test_the_planner_is_left_alone_for_three_steps_while_nothing_is_drafted():
+    limits = SpeculationLimits(max_batch=1)
+    replica = Replica(machine(), drafter=PlannedDrafts(limits))
+    looks = []
+    look = replica.drafter.planner.lookup_limit
+    replica.drafter.planner.lookup_limit = lambda *arguments: looks.append(arguments) or look(*arguments)
+    drafts = TurnDrafts(TurnText(NOTHING_FITS, random.Random(1), 40), 0)
+    drive(replica, [(0.0, Request(key, own(key), 100, 40, drafts=drafts)) for key in (1, 2)])
+    # With the second one's prefill, then until a step of both is measured; from then on every fourth.
+    assert [steps for *_, steps in looks[:4]] == [1, 1, 1, 1]
+    assert {steps for *_, steps in looks[4:-1]} == {4}
+    assert len(looks) == 4 + 9
 
 
 @pytest.mark.parametrize("name", [name for name, arm in POLICIES.items() if arm.new_drafter is not None])
@@ -136,7 +140,7 @@ def test_drafts_that_are_all_wrong_cost_hardly_anything(hardware, trajectories):
 def test_suffix_decoding_pays_for_drafts_that_are_all_wrong():
     specs = generate(SHAPES["small"], 24, 1)
     base, always = (run(arm, specs, CPU, 1, NOTHING_FITS) for arm in ("stock", "suffix_always"))
-    assert always.makespan_s > 1.2 * base.makespan_s
+    assert always.makespan_s > 1.1 * base.makespan_s
     assert always.drafted_tokens > 1000
 
 

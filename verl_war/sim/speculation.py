@@ -1,8 +1,7 @@
 """Speculation of one simulated replica: the live `DraftPlanner` decides, the workload's text tells what is accepted.
 
-Planner and watchdog are called as `integration.vllm.speculation` calls them. One difference: while nothing is drafted,
-up to `MAX_PLAIN_STEPS` steps are one event, after which the planner is asked for each of them; its wish to draft is met
-that much later. Left out: text that is not read in yet, and the CPU time of a planner that drafts nothing.
+The planner is called as `integration.vllm.speculation` calls it, and is left alone as often while nothing is drafted.
+Left out: text that is not read in yet, and the CPU time of a planner that drafts nothing.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from itertools import islice
 from typing import Protocol
 
 from verl_war.core.history_config import SOURCES
-from verl_war.core.speculation import DraftPlanner
-from verl_war.core.speculation_limits import MAX_DRAFT_TOKENS, SpeculationLimits, Watchdog
+from verl_war.core.speculation import DraftPlanner, kv_limit
+from verl_war.core.speculation_limits import MAX_DRAFT_TOKENS, SpeculationLimits
 from verl_war.core.types import SpeculationReading
 from verl_war.sim.draft_world import CLASS_MATCHES
 from verl_war.sim.hardware import HardwareProfile
-from verl_war.sim.kv_cache import blocks_for
+from verl_war.sim.kv_cache import BLOCK_TOKENS, blocks_for
 from verl_war.sim.request import Request
 
-MAX_PLAIN_STEPS = 16
-"""Steps of one event while nothing is drafted: 0.2 s, over which no decision of the planner changes much."""
+REST_STEPS = 3
+"""Steps between two looks while drafts do not pay (`integration.vllm.speculation`)."""
 
 SHADOW_ROWS = 8
 SHADOW_TOKENS = 8
@@ -134,54 +133,52 @@ class PlannedDrafts(_Counts):
     def __init__(self, limits: SpeculationLimits, per_match: float | None = None) -> None:
         super().__init__()
         self.planner = DraftPlanner(limits, SOURCES, CLASS_MATCHES)
-        self.watchdog = Watchdog()
+        self.plain_steps = 1
         self._per_match = per_match
         self._budget = 0
-        self._late_limit: tuple[int, int] | None = None
+        self._steps_since_look = 1
         self._shadow_due_s = 0.0
         self._shadow_due_step = 0
         self._shadow_first = 0
-
-    @property
-    def plain_steps(self) -> int:
-        return MAX_PLAIN_STEPS if self.planner.regime == "high" else 1
 
     @property
     def switches(self) -> int:
         return self.planner.switches
 
     def propose(self, batch: Batch) -> StepDrafts | None:
-        self._budget = limit = self._limit(batch)
+        rows, kv_tokens = batch.requests, float(batch.kv_tokens)
+        limit = self.planner.lookup_limit(rows, kv_tokens, batch.now_s, self._steps_since_look)
+        is_known = self.planner.step_time.plain_s(rows, kv_tokens) is not None
+        self.plain_steps = 1 + REST_STEPS if self.planner.regime == "high" and is_known else 1
+        self._budget = limit = kv_limit(limit, rows, batch.free_blocks * BLOCK_TOKENS, BLOCK_TOKENS)
         if limit == 0:
             self._look_aside(batch)
             return None
         found = [self._look_up(request, batch.step, limit) for request in batch.decoding]
         self._observe_mix(found)
         kinds, lengths = [draft.kind for draft in found], [draft.length for draft in found]
-        chosen = self.planner.allocate(batch.requests, float(batch.kv_tokens), kinds, lengths)
+        chosen = self.planner.allocate(rows, kv_tokens, kinds, lengths)
         for draft, length in zip(found, chosen, strict=True):
             draft.length = length
             draft.accepted = min(draft.accepted, length)
         drafts = StepDrafts(batch, found)
-        self.watchdog.handed_out(drafts.tokens)
         return drafts if drafts.drafts else None
 
     def observe(self, batch: Batch, drafts: StepDrafts | None, steps: int, seconds: float) -> None:
+        self._steps_since_look = steps
         if drafts is not None:
             self._count(drafts)
             for draft in drafts.drafts:
-                self.planner.acceptance.observe(draft.kind, draft.length, draft.accepted)
-                self.watchdog.verified(draft.length, draft.accepted, self.planner.limits)
-        step_s = seconds / steps
-        if batch.is_steady:
-            self._observe_step(batch, 0, drafts, step_s)
-        for ahead in range(1, steps):
-            kv_tokens = float(batch.kv_tokens + ahead * batch.requests)
-            limit = self.planner.lookup_limit(batch.requests, kv_tokens, batch.now_s + ahead * step_s)
-            if limit:
-                self._late_limit = batch.requests, limit
-                break
-            self._observe_step(batch, ahead, None, step_s)
+                self.planner.observe_draft(draft.kind, draft.length, draft.accepted)
+        if batch.is_steady or steps > 1:
+            self.planner.observe_step(
+                rows=batch.requests,
+                kv_tokens=float(batch.kv_tokens + (steps - 1) * batch.requests),
+                drafting_rows=0 if drafts is None else len(drafts.drafts),
+                draft_tokens=0 if drafts is None else drafts.tokens,
+                accepted_tokens=0 if drafts is None else drafts.accepted,
+                seconds=seconds / steps,
+            )
 
     def reading(self, steps: int, busy_s: float) -> SpeculationReading:
         return SpeculationReading(
@@ -197,14 +194,6 @@ class PlannedDrafts(_Counts):
             expected_gain=self.planner.gain,
         )
 
-    def _limit(self, batch: Batch) -> int:
-        late, self._late_limit = self._late_limit, None
-        if self.watchdog.blocks(self.planner.limits, batch.now_s):
-            return 0
-        if late is not None and late[0] == batch.requests:
-            return late[1]
-        return self.planner.lookup_limit(batch.requests, float(batch.kv_tokens), batch.now_s)
-
     def _look_up(self, request: Request, step: int, limit: int) -> Draft:
         position = request.position(step)
         room = min(limit, request.output_tokens - position - 1)
@@ -217,15 +206,6 @@ class PlannedDrafts(_Counts):
         for draft in found:
             counts[draft.kind] = counts.get(draft.kind, 0) + 1
         self.planner.acceptance.observe_mix(counts, len(found))
-
-    def _observe_step(self, batch: Batch, ahead: int, drafts: StepDrafts | None, seconds: float) -> None:
-        self.planner.observe_step(
-            rows=batch.requests,
-            kv_tokens=float(batch.kv_tokens + ahead * batch.requests),
-            drafting_rows=0 if drafts is None else len(drafts.drafts),
-            draft_tokens=0 if drafts is None else drafts.tokens,
-            seconds=seconds,
-        )
 
     def _look_aside(self, batch: Batch) -> None:
         """Look some drafts up only to learn what would be accepted."""
