@@ -11,7 +11,7 @@ from verl_war.core.journal import RecordingManager, as_record, header
 from verl_war.core.step_stats import metric_names
 from verl_war.core.types import ReplicaSnapshot, SpeculationReading, Turn, TurnResult
 
-TTL_S, MARGIN_S, MAX_HOLD_S, DWELL_S = 300.0, 10.0, 40.0, 10.0
+TTL_S, MARGIN_S, MAX_HOLD_S, DWELL_S = 60.0, 10.0, 40.0, 10.0
 ROUNDING_S = 1e-6
 ON = {
     "scheduling": SchedulingConfig(enabled=True, move_min_saving_s=0.0, move_min_saving_share=0.0, move_min_turns=1),
@@ -195,6 +195,8 @@ class World:
 
     def weights(self, first, second):
         self.manager.on_weights_updated(self.now_s)
+        # Trajectories that asked for nothing in some updates are forgotten, and begin anew.
+        self.sessions = {name: begin_s for name, begin_s in self.sessions.items() if name in self.fleet.conversations}
 
     def step(self, first, second):
         self.take(self.manager.on_step_begin(first % 5, second % 40, self.now_s, 1 + first % 4))
