@@ -34,7 +34,7 @@ class Case:
     Attributes:
         load: Trajectories per replica.
         repeat: 1 for the first one of the load.
-        seed: Of the trajectories, of sampling and of tie-breaks.
+        seed: Of the trajectories and of the routers' tie-breaks.
     """
 
     load: float

@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from zlib import crc32
 
 import ray
 
@@ -21,6 +20,7 @@ from verl_war.compare.fixed_work.arms import Arm
 from verl_war.compare.fixed_work.results import EarlierText, Replayed, RunFailed, TurnRecord
 from verl_war.compare.fixed_work.routers import make_client
 from verl_war.compare.fixed_work.texts import Texts
+from verl_war.integration.verl.failures import cause_of
 from verl_war.sim.trace import TrajectorySpec
 
 
@@ -32,7 +32,7 @@ class Step:
         specs: The trajectories.
         texts: What they say besides what is generated.
         number: Policy step; engines forget the text of steps long before.
-        seed: Of sampling and of the routers' tie-breaks.
+        seed: Of the routers' tie-breaks.
         limit_s: A run that takes longer has failed.
     """
 
@@ -188,7 +188,7 @@ class _Player:
         await asyncio.gather(*loops, return_exceptions=True)
         errors = [loop.exception() for loop in ended if loop.exception() is not None]
         if errors:
-            raise RunFailed(f"{type(errors[0]).__name__}: {errors[0]}", self.done) from errors[0]
+            raise RunFailed(cause_of(errors[0]), self.done) from errors[0]
         if running:
             raise RunFailed(f"{len(running)} trajectories had not ended after {self._step.limit_s:g} s", self.done)
 
@@ -224,9 +224,10 @@ class _Player:
 
     async def _turn(self, spec: TrajectorySpec, number: int, position: int, context: list[int]) -> list[int]:
         name, tokens = spec.trajectory_id, spec.turns[number].output_tokens
-        seed = crc32(f"{self._step.seed}/{name}/{number}".encode())
-        # The end token is kept from being sampled, not only ignored: behind it the model has nothing to say.
-        sampling = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True, "temperature": 1.0, "seed": seed}
+        # The end token is kept from being sampled, not only ignored: behind it the model has nothing to say. No seed:
+        # with one, vLLM on a CPU dies of a prompt that it reads in chunks (gpu_model_runner.py:3750, 0.27.1: generators
+        # of a CPU have no offset), and with drafts it would not reproduce the text anyway.
+        sampling = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
         asked_s = self._now_s()
         # As verl numbers a batch (experimental/agent_loop/agent_loop.py:1245, 0.9.1).
         priority = position if self._has_priority else 0

@@ -24,6 +24,7 @@ from verl_war.compare.fixed_work.replay import Engines, Step, replay
 from verl_war.compare.fixed_work.results import EarlierText, Replayed, RunFailed
 from verl_war.compare.fixed_work.texts import read_texts
 from verl_war.compare.machine import clone_version
+from verl_war.integration.verl.failures import cause_of
 from verl_war.sim.trace import TrajectorySpec, write_trace
 
 STEPS_APART = 100
@@ -33,7 +34,7 @@ WARM_UP = Case(load=1, repeat=0, seed=0)
 """The first use of everything, before anything is measured."""
 
 EARLIER_SEED = 1_000_000
-"""Added to a case's seed for the text of an earlier step."""
+"""Added to a case's seed for the step before."""
 
 
 Start = Callable[[EngineSpec, int], Awaitable[dict[str, Any]]]
@@ -45,7 +46,7 @@ RUN_ERRORS = (RunFailed, RayError, RuntimeError, OSError)
 
 
 def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, RunFailed) else cause_of(error)
 
 
 def say(text: str) -> None:
