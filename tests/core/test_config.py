@@ -48,6 +48,7 @@ def test_missing_settings_are_the_defaults():
         ({"failures": {"turn_deadline_s": 0}}, [f"{ROOT_KEY}.failures.turn_deadline_s=0.0", "between"]),
         ({"failures": {"replica_hang_s": float("nan")}}, [f"{ROOT_KEY}.failures.replica_hang_s=nan", "between"]),
         ({"journal_path": 3}, [f"{ROOT_KEY}.journal_path=3", "expected str or null"]),
+        ({"profile_path": 3}, [f"{ROOT_KEY}.profile_path=3", "expected str or null"]),
         ([1], [f"{ROOT_KEY}=[1]", "list", "mapping"]),
     ],
 )
@@ -86,5 +87,5 @@ def test_shipped_yaml_states_the_defaults_and_switches_everything_on():
     assert dataclasses.replace(war, **off) == WarConfig()
     assert set(shipped["custom"]["war"]["speculation"]) == {f.name for f in dataclasses.fields(war.speculation)}
     assert set(shipped["custom"]["war"]) == {"speculation", "scheduling", "admission", "regime", "guard", "failures",
-                                             "block_size_tokens", "metrics_timeout_s", "seed",
+                                             "block_size_tokens", "metrics_timeout_s", "seed", "profile_path",
                                              "journal_path"}  # fmt: skip

@@ -6,10 +6,10 @@ import pytest
 
 from verl_war.core.cache_view import CacheView
 from verl_war.core.config import SchedulingConfig
-from verl_war.core.cost_model import StepTime
 from verl_war.core.fleet import Fleet
 from verl_war.core.placement import PricedPlacement
 from verl_war.core.progress import Progress
+from verl_war.core.step_time import StepTime
 from verl_war.core.types import PRICE_TERMS, Turn
 
 BLOCK = 10

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from verl_war.core.cost_model import StepTime
+from verl_war.core.step_time import StepTime, Window
 from verl_war.report.fit import MAX_POINTS, FitQuality
 from verl_war.report.life import Life
 from verl_war.report.steps import Step, why
@@ -54,7 +54,7 @@ def windows(model, slowness=1.0, count=400):
     rng = np.random.default_rng(1)
     for _ in range(count):
         tokens, kv = float(rng.integers(1, 2000)), float(rng.integers(1, 400_000))
-        yield 10, 10 * tokens, 10 * kv, 10 * model.step_s(tokens, kv) * slowness
+        yield Window(10, 10 * tokens, 10 * kv, 10 * model.step_s(0, kv, tokens) * slowness)
 
 
 def test_an_engine_that_is_linear_is_explained_and_its_slow_sibling_too():
@@ -74,7 +74,7 @@ def test_an_engine_that_is_linear_is_explained_and_its_slow_sibling_too():
 def test_windows_without_work_tell_nothing_and_points_are_thinned_out():
     fits = FitQuality()
     for window in ((0, 10, 1.0, 1.0), (5, 10, 1.0, 0.0), (5, -1, 1.0, 1.0)):
-        fits.add("r", window)
+        fits.add("r", Window(*window))
     assert fits.r2() is None and fits.model_r2() is None and not fits.points
     for _ in range(20):
         for window in windows(StepTime(), count=300):

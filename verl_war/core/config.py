@@ -203,6 +203,8 @@ class WarConfig:
         metrics_timeout_s: How long a training step waits for the router's and engines' numbers
             before it fails.
         seed: Seed of the router's tie-breaks; null takes one from the operating system, as stock verl does.
+        profile_path: Absolute path of this machine's profile, which `scripts/calibrate.py` writes: step times to begin
+            with; null = none, learnt from the first steps.
         journal_path: File to which the router writes every event and decision, for `verl-war replay`; null = none.
     """
 
@@ -215,6 +217,7 @@ class WarConfig:
     block_size_tokens: int = 64
     metrics_timeout_s: float = 30.0
     seed: int | None = None
+    profile_path: str | None = None
     journal_path: str | None = None
 
     def __post_init__(self) -> None:

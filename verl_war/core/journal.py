@@ -14,6 +14,7 @@ from typing import Any
 
 from verl_war.core.config import WarConfig, parse_war_config
 from verl_war.core.fleet import Fleet
+from verl_war.core.machine_profile import MachineProfile
 from verl_war.core.manager import WorkloadManager
 from verl_war.core.step_stats import StepStats
 from verl_war.core.types import Placement, ReplicaSnapshot, SpeculationReading, Turn, TurnResult
@@ -79,8 +80,14 @@ class Entry:
 class RecordingManager(WorkloadManager):
     """A manager that hands every event and what came of it to `record`."""
 
-    def __init__(self, config: WarConfig, full_determinism: bool, record: Callable[[Entry], None]) -> None:
-        super().__init__(config, full_determinism)
+    def __init__(
+        self,
+        config: WarConfig,
+        full_determinism: bool,
+        record: Callable[[Entry], None],
+        profile: MachineProfile | None = None,
+    ) -> None:
+        super().__init__(config, full_determinism, profile)
         self._record = record
 
     def on_step_begin(
@@ -159,13 +166,14 @@ class RecordingManager(WorkloadManager):
         return placements
 
 
-def header(config: WarConfig, full_determinism: bool) -> dict[str, Any]:
+def header(config: WarConfig, full_determinism: bool, profile: MachineProfile | None = None) -> dict[str, Any]:
     """First record of a journal. The seed must be set, or the decisions could not be made again."""
     assert config.seed is not None
     return {
         "war_journal": FORMAT,
         "config": _plain(config),
         "full_determinism": full_determinism,
+        "profile": None if profile is None else profile.as_dict(),
         "hash_check": hash(HASHED) if full_determinism else None,
     }
 
@@ -206,11 +214,13 @@ def manager_of(record: Any) -> ReplayedManager:
         )
     try:
         config = parse_war_config(record.get("config"))
+        raw = record.get("profile")
+        profile = None if raw is None else MachineProfile.from_dict(raw, "profile")
     except ValueError as error:
         raise JournalError(str(error)) from error
     if config.seed is None:
         raise JournalError("config.seed is missing, with which ties were broken; every journal is written with one")
-    return ReplayedManager(config, full_determinism)
+    return ReplayedManager(config, full_determinism, profile)
 
 
 def as_record(entry: Entry) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 from verl_war.core.cache_view import CacheView
 from verl_war.core.config import WarConfig
-from verl_war.core.cost_model import StepTimeFit
 from verl_war.core.fleet import Conversation, Fleet, Replica
+from verl_war.core.machine_profile import MachineProfile
 from verl_war.core.placement import StockPlacement
 from verl_war.core.progress import Progress
 from verl_war.core.scheduler import SCHEDULER_METRICS, Scheduler, Start
 from verl_war.core.step_stats import StepStats
+from verl_war.core.step_time import StepTimeFit
 from verl_war.core.trajectory import PendingTurn, Trajectory
 from verl_war.core.types import Placement, ReplicaSnapshot, SpeculationReading, Turn, TurnResult
 
@@ -44,17 +45,20 @@ class WorkloadManager:
     Args:
         config: Settings of WAR.
         full_determinism: `rollout.full_determinism` of verl.
+        profile: Step times of the machine, measured earlier; None = unknown.
 
     Every event carries `now_s`, seconds of one monotonic clock, and returns the turns that may start because of it.
     A turn that `on_turn` does not return is held until a later event returns it.
     """
 
-    def __init__(self, config: WarConfig, full_determinism: bool = False) -> None:
+    def __init__(
+        self, config: WarConfig, full_determinism: bool = False, profile: MachineProfile | None = None
+    ) -> None:
         rng = random.Random(config.seed)
         self._fleet = Fleet()
         self._cache_view = CacheView(config.block_size_tokens)
         self._progress = Progress()
-        self._step_time = StepTimeFit()
+        self._step_time = StepTimeFit(None if profile is None else profile.step_time)
         self._stock = StockPlacement(rng, full_determinism)
         self._scheduler: Scheduler | None = None
         if config.scheduling.enabled or config.admission.enabled:

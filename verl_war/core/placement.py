@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 
 from verl_war.core.cache_view import CacheView
 from verl_war.core.config import SchedulingConfig
-from verl_war.core.cost_model import StepTime
 from verl_war.core.fleet import Conversation, Fleet, Replica
 from verl_war.core.progress import Progress
+from verl_war.core.step_time import StepTime
 from verl_war.core.types import PRICE_TERMS, Reason, Turn
 
 STOCK_SESSION_CAPACITY = 10_000

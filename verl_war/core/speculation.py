@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from verl_war.core.acceptance import AcceptanceTable
+from verl_war.core.decode_time import DecodeTime
 from verl_war.core.speculation_limits import SpeculationLimits
-from verl_war.core.step_time import DraftCost, StepTimeModel
+from verl_war.core.step_time import DraftCost, StepTime
 from verl_war.core.types import Regime
 from verl_war.core.watchdog import Watchdog
 
@@ -130,10 +131,16 @@ class DraftPlanner:
     Pure: the caller measures time and passes ``now_s``.
     """
 
-    def __init__(self, limits: SpeculationLimits, sources: Sequence[str], match_buckets: Sequence[int]) -> None:
+    def __init__(
+        self,
+        limits: SpeculationLimits,
+        sources: Sequence[str],
+        match_buckets: Sequence[int],
+        prior: StepTime | None = None,
+    ) -> None:
         self.limits = limits
         self.acceptance = AcceptanceTable(sources, match_buckets)
-        self.step_time = StepTimeModel()
+        self.step_time = DecodeTime(prior)
         self.watchdog = Watchdog()
         self.regime: Regime = "high"
         self.gain = 0.0
@@ -239,7 +246,7 @@ class DraftPlanner:
         accepted_tokens: int,
         seconds: float,
     ) -> None:
-        """Count one measured step that held no prefill; see `StepTimeModel.observe`."""
+        """Count one measured step that held no prefill; see `DecodeTime.observe`."""
         if draft_tokens == 0:
             self._plain_at_step = self._step
         elif self._is_for_gain and (plain_s := self.step_time.plain_s(rows, kv_tokens)) is not None:

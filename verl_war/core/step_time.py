@@ -1,46 +1,15 @@
-"""How long one engine step takes, learnt while the engine runs: plain, and with drafts in it."""
+"""How long one engine iteration takes: one linear model, learnt while the engines run.
+
+The manager fits it to windows between two readings of all replicas, the draft planner in each engine to single steps.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
-BUCKETS_PER_OCTAVE = 4
-"""Batch sizes above 8 share a bucket with those within 19%: a step's time differs less than it is noisy there."""
-
-PLAIN_MEMORY_STEPS = 64.0
-"""Plain steps that the mean of a bucket remembers: contexts grow by about this many tokens meanwhile."""
-
-DRAFT_MEMORY_STEPS = 256.0
-"""Drafting steps that the fit of a bucket remembers; it has three unknowns and must see several draft lengths."""
-
-PRIOR_STEPS = 4.0
-"""Weight of the prior table, in steps: a handful of measurements overrules it."""
-
-OUTLIER_FACTOR = 3.0
-"""A step is counted as at most this many times (or this fraction of) what was expected: one pause of the process
-must not move the model."""
-
-WARM_STEPS = 4
-"""Measurements after which a bucket is trusted on its own, and from which outliers are told."""
-
-
-def _thresholds(limit: int) -> list[int]:
-    sizes = list(range(1, 9))
-    step = 2.0 ** (1.0 / BUCKETS_PER_OCTAVE)
-    upper = 8.0
-    while upper < limit:
-        upper *= step
-        sizes.append(round(upper))
-    return sizes
-
-
-_BUCKET_UPPER = _thresholds(1 << 16)
-
-
-def bucket_of(rows: int) -> int:
-    """Index of the batch-size bucket that holds ``rows`` requests."""
-    return bisect_left(_BUCKET_UPPER, rows)
+from verl_war.core.least_squares import NonNegativeFit, OutlierRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,140 +35,200 @@ class DraftCost:
         return self.any_draft_s + self.row_s * drafting_rows + self.token_s * draft_tokens
 
 
-def prior_cost(rows: int, plain_s: float) -> DraftCost:
-    """What drafts cost before any was measured, as shares of the plain step.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of one engine iteration as a linear function of what it does.
 
-    Source: step times of SmolLM2-135M on 2 CPU cores, batch 1 to 64 with 1 to 16 drafts: at batch 1 a draft token adds
-    4% and the sampler's other way 3%; at batch 64 they add 0.7% and 45%. GPUs with spare compute are cheaper; the fit
-    finds that out.
-    """
-    return DraftCost(
-        plain_s=plain_s,
-        any_draft_s=plain_s * (0.02 + 0.45 * rows / (rows + 12.0)),
-        row_s=plain_s * 0.002,
-        token_s=plain_s * 0.04 / (1.0 + rows / 12.0),
-    )
+    Attributes:
+        base_s: Of an iteration, whatever it computes: reading the weights, launching kernels.
+        row_s: Of each request that decodes a token.
+        token_s: Of each token computed beyond these: prefill.
+        kv_token_s: Of each token of KV cache in use, which decoding reads.
+        draft_s: Of an iteration in which any request verifies drafts.
+        draft_row_s: Of each request in such a batch: all go through the rejection sampler.
+        draft_token_s: Of each draft token verified.
 
+    The defaults are the shape of an unknown machine; the level is that of the first measurement.
 
-@dataclass(slots=True)
-class _Bucket:
-    """Sums over the steps of one batch-size bucket."""
-
-    steps: float = 0.0
-    mean_s: float = 0.0
-    mean_kv_tokens: float = 0.0
-    drafted_steps: float = 0.0
-    # Normal equations of the extra seconds over (1, drafting rows, draft tokens), upper triangle.
-    gram: list[float] = field(default_factory=lambda: [0.0] * 6)
-    moment: list[float] = field(default_factory=lambda: [0.0] * 3)
-    scale: list[float] = field(default_factory=lambda: [1.0, 1.0, 1.0])
-
-
-class StepTimeModel:
-    """Seconds of a step as a function of its batch; every method is a few microseconds.
-
-    ``T(B, kv, R, D) = plain(B) + c_kv * (kv - kv_mean(B)) + [R > 0] * any(B) + row(B) * R + token(B) * D``, all
-    coefficients at least 0.
+    Source: the linear form is DAS's (arXiv 2511.13841, step time) with a term for the KV that attention reads. Draft
+    terms: step times of SmolLM2-135M on 2 CPU cores, batch 1 to 64 with 1 to 16 drafts, where a draft token costs 3.5%
+    of the base, and a batch with drafts 3% of it and half as much again for each row. GPUs with spare compute are
+    cheaper; the fit finds that out.
     """
 
-    def __init__(self) -> None:
-        self._buckets: dict[int, _Bucket] = {}
-        self._kv_slope_s = 0.0
-        self._kv_xy = 0.0
-        self._kv_xx = 0.0
+    base_s: float = 0.010
+    row_s: float = 100e-6
+    token_s: float = 50e-6
+    kv_token_s: float = 50e-9
+    draft_s: float = 0.0003
+    draft_row_s: float = 50e-6
+    draft_token_s: float = 0.00035
 
-    def observe(self, *, rows: int, kv_tokens: float, drafting_rows: int, draft_tokens: int, seconds: float) -> None:
-        """Count one measured step that held no prefill.
+    def step_s(self, rows: float, kv_tokens: float, tokens: float = 0.0) -> float:
+        """Seconds of an iteration that decodes `rows` requests and prefills `tokens`, with `kv_tokens` in use."""
+        return self.base_s + self.row_s * rows + self.token_s * tokens + self.kv_token_s * kv_tokens
 
-        Args:
-            rows: Requests in the batch.
-            kv_tokens: Tokens of all contexts.
-            drafting_rows: Rows that verified at least one draft token.
-            draft_tokens: Draft tokens verified.
-            seconds: Time of the step.
-        """
-        if rows < 1 or seconds <= 0.0:
-            return
-        bucket = self._buckets.setdefault(bucket_of(rows), _Bucket())
-        if draft_tokens == 0:
-            self._observe_plain(bucket, kv_tokens, seconds)
-        elif bucket.steps > 0:
-            self._observe_drafted(bucket, rows, kv_tokens, drafting_rows, draft_tokens, seconds)
+    def prefill_s(self, tokens: float) -> float:
+        """Seconds that prefilling `tokens` takes from everything else on the replica."""
+        return self.token_s * tokens
 
-    def plain_s(self, rows: int, kv_tokens: float) -> float | None:
-        """Seconds of a step without drafts; None before any was measured near this batch size."""
-        bucket = self._nearest(bucket_of(rows))
-        return None if bucket is None else self._plain_of(bucket, kv_tokens)
+    def draft_cost(self, rows: float, kv_tokens: float) -> DraftCost:
+        """What drafts add to a decode step."""
+        any_draft_s = self.draft_s + self.draft_row_s * rows
+        return DraftCost(
+            plain_s=self.step_s(rows, kv_tokens), any_draft_s=any_draft_s, row_s=0.0, token_s=self.draft_token_s
+        )
 
-    def cost(self, rows: int, kv_tokens: float) -> DraftCost | None:
-        """What drafts cost in such a step; None before any plain step was measured near this batch size."""
-        index = bucket_of(rows)
-        bucket = self._nearest(index)
-        if bucket is None:
-            return None
-        plain = self._plain_of(bucket, kv_tokens)
-        prior = prior_cost(rows, plain)
-        own = self._buckets.get(index)
-        if own is None or own.drafted_steps == 0.0:
-            return prior
-        any_draft, row, token = _fit(own, prior)
-        return DraftCost(plain_s=plain, any_draft_s=any_draft, row_s=row, token_s=token)
 
-    def _nearest(self, index: int) -> _Bucket | None:
-        """The bucket, or a measured one within an octave; further away the plain time says nothing."""
-        for distance in range(BUCKETS_PER_OCTAVE + 1):
-            for candidate in (index - distance, index + distance):
-                bucket = self._buckets.get(candidate)
-                if bucket is not None and bucket.steps > 0:
-                    return bucket
-        return None
+class Window(NamedTuple):
+    """What an engine did between two readings.
 
-    def _plain_of(self, bucket: _Bucket, kv_tokens: float) -> float:
-        # Never below half of what was measured: the slope is a small correction, not a second model.
-        return max(bucket.mean_s * 0.5, bucket.mean_s + self._kv_slope_s * (kv_tokens - bucket.mean_kv_tokens))
+    Attributes:
+        iterations: Engine iterations.
+        tokens: Tokens computed, prefill and decode.
+        kv_token_steps: KV tokens in use, summed over the iterations.
+        busy_s: Seconds of the iterations.
+        row_steps: Requests that decoded, summed over the iterations.
+    """
 
-    def _observe_plain(self, bucket: _Bucket, kv_tokens: float, seconds: float) -> None:
-        if bucket.steps >= WARM_STEPS:
-            expected = self._plain_of(bucket, kv_tokens)
-            seconds = min(max(seconds, expected / OUTLIER_FACTOR), expected * OUTLIER_FACTOR)
-            dx, dy = kv_tokens - bucket.mean_kv_tokens, seconds - bucket.mean_s
-            keep = 1.0 - 1.0 / DRAFT_MEMORY_STEPS
-            self._kv_xy = self._kv_xy * keep + dx * dy
-            self._kv_xx = self._kv_xx * keep + dx * dx
-            self._kv_slope_s = max(0.0, self._kv_xy / self._kv_xx) if self._kv_xx > 0 else 0.0
-        bucket.steps = min(bucket.steps + 1.0, PLAIN_MEMORY_STEPS)
-        bucket.mean_s += (seconds - bucket.mean_s) / bucket.steps
-        bucket.mean_kv_tokens += (kv_tokens - bucket.mean_kv_tokens) / bucket.steps
+    iterations: int
+    tokens: float
+    kv_token_steps: float
+    busy_s: float
+    row_steps: float = 0.0
 
-    def _observe_drafted(
-        self, bucket: _Bucket, rows: int, kv_tokens: float, drafting_rows: int, draft_tokens: int, seconds: float
+    @property
+    def is_telling(self) -> bool:
+        """Whether these can be readings of a working engine; see `MAX_STEP_S` and `MAX_STEP_TOKENS`."""
+        most = MAX_STEP_TOKENS * self.iterations
+        return (
+            0 < self.iterations < math.inf
+            and 0.0 < self.busy_s <= MAX_STEP_S * self.iterations
+            and 0.0 <= self.tokens <= most
+            and 0.0 <= self.kv_token_steps <= most
+            and 0.0 <= self.row_steps <= most
+        )
+
+    def predicted_s(self, model: StepTime) -> float:
+        """Seconds that the model gives to the same work."""
+        tokens = max(0.0, self.tokens - self.row_steps)
+        return (
+            model.base_s * self.iterations
+            + model.row_s * self.row_steps
+            + model.token_s * tokens
+            + model.kv_token_s * self.kv_token_steps
+        )
+
+
+MAX_STEP_S = 3600.0
+"""An iteration that took longer was none: the process was stopped, or the clock was set."""
+
+MAX_STEP_TOKENS = 1e10
+"""No engine computes or holds more; such a reading is broken."""
+
+PRIOR_ITERATIONS = 2.0
+"""Weight of the prior in iterations. Its level is fitted, and the rest is measured to a few per cent by each window; a
+coefficient that is wrong by 5 against the others would otherwise be believed for minutes."""
+
+WARM_ITERATIONS = 200.0
+"""Iterations from which outliers are told; until then it may be the profile that is wrong. A stall does little harm
+then, since relative errors are fitted."""
+
+HALF_LIFE_ITERATIONS = 2_000.0
+"""Measurements this old count half, so that a fit follows a policy whose contexts grow over a step."""
+
+LEAST_SCALE_SHARE = 0.1
+"""A coefficient that a profile puts at 0 may still be found to be something: it is taken to be uncertain by this share
+of what it would be on the unknown machine."""
+
+UNKNOWN_MACHINE = StepTime()
+
+PLAIN_TERMS = ("base_s", "row_s", "token_s", "kv_token_s")
+DRAFT_TERMS = ("draft_s", "draft_row_s", "draft_token_s")
+
+
+class StepTimeFit:
+    """The model of step times, from what is measured and a prior.
+
+    A window of n iterations gives one equation, busy_s = base_s*n + row_s*rows + token_s*tokens + kv_token_s*sum(kv):
+    the model is linear, so sums of iterations fit as well as single ones. Of the prior, the proportions count: its
+    level is fitted, so that a machine that is slower in everything is known after one window.
+
+    Args:
+        prior: A machine's profile; None = unknown.
+    """
+
+    def __init__(self, prior: StepTime | None = None) -> None:
+        self.is_calibrated = prior is not None
+        self.prior = UNKNOWN_MACHINE if prior is None else prior
+        own = {name: getattr(self.prior, name) for name in (*PLAIN_TERMS, *DRAFT_TERMS)}
+        size = LEAST_SCALE_SHARE * self.prior.base_s / UNKNOWN_MACHINE.base_s
+        least = {name: size * getattr(UNKNOWN_MACHINE, name) for name in own}
+        self._plain_prior = [own[name] for name in PLAIN_TERMS]
+        self._plain_scale = [max(own[name], least[name]) for name in PLAIN_TERMS]
+        self._draft_prior = [own[name] for name in DRAFT_TERMS]
+        self._draft_scale = [max(own[name], least[name]) for name in DRAFT_TERMS]
+        self._plain = NonNegativeFit(4, half_life=HALF_LIFE_ITERATIONS, prior_observations=PRIOR_ITERATIONS)
+        self._drafts = NonNegativeFit(3, half_life=HALF_LIFE_ITERATIONS, prior_observations=PRIOR_ITERATIONS)
+        self._outliers = OutlierRule()
+        self._value = self.prior
+
+    @property
+    def iterations(self) -> float:
+        """Iterations remembered."""
+        return self._plain.count
+
+    @property
+    def observations(self) -> float:
+        """Effective number of windows that the fit rests on."""
+        return self._plain.observations
+
+    def r2(self) -> float | None:
+        """Share of the variance of plain iterations that the model explains; None where they did not vary."""
+        model = self.value()
+        return self._plain.r2([getattr(model, name) for name in PLAIN_TERMS])
+
+    def observe(
+        self, iterations: int, tokens: float, kv_token_steps: float, busy_s: float, row_steps: float = 0.0
     ) -> None:
-        plain = self._plain_of(bucket, kv_tokens)
-        if bucket.drafted_steps >= WARM_STEPS:
-            any_draft, row, token = _fit(bucket, prior_cost(rows, plain))
-            expected = plain + any_draft + row * drafting_rows + token * draft_tokens
-            seconds = min(max(seconds, expected / OUTLIER_FACTOR), expected * OUTLIER_FACTOR)
-        keep = 1.0 - 1.0 / DRAFT_MEMORY_STEPS
-        bucket.drafted_steps = bucket.drafted_steps * keep + 1.0
-        x1, x2, y = float(drafting_rows), float(draft_tokens), seconds - plain
-        terms = (1.0, x1, x2, x1 * x1, x1 * x2, x2 * x2)
-        bucket.gram = [old * keep + term for old, term in zip(bucket.gram, terms, strict=True)]
-        bucket.moment = [old * keep + y * x for old, x in zip(bucket.moment, (1.0, x1, x2), strict=True)]
-        bucket.scale = [1.0, max(1.0, x1), max(1.0, x2)]
+        """Take in a window, see `Window`. One that can't be, as with negative or infinite numbers, is ignored."""
+        window = Window(iterations, tokens, kv_token_steps, busy_s, row_steps)
+        if not window.is_telling:
+            return
+        seconds, expected_s = busy_s / iterations, window.predicted_s(self.value()) / iterations
+        if self._plain.count >= WARM_ITERATIONS:
+            seconds = self._outliers.bounded(seconds, expected_s)
+        prefilled = max(0.0, tokens - row_steps)
+        features = (1.0, row_steps / iterations, prefilled / iterations, kv_token_steps / iterations)
+        # The greater of both: what was expected too low must not weigh more, and a stall weighs little.
+        self._plain.add(iterations, features, seconds, max(seconds, expected_s))
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether the cost of drafts was ever measured."""
+        return self._drafts.count > 0
+
+    def observe_drafts(self, rows: int, draft_tokens: int, extra_s: float, step_s: float) -> None:
+        """Take in what drafts added to a step that was expected to take ``step_s`` with them."""
+        self._drafts.add(1.0, (1.0, float(rows), float(draft_tokens)), extra_s, step_s)
+
+    def value(self) -> StepTime:
+        """The model as fitted so far; the prior before the first window."""
+        if self._plain.is_due or self._drafts.is_due:
+            self._value = self._solve()
+        return self._value
+
+    def _solve(self) -> StepTime:
+        level = self._plain.level(self._plain_prior)
+        base, row, token, kv = self._plain.solve(_times(level, self._plain_prior), _times(level, self._plain_scale))
+        # What drafts cost goes with the machine's level, until some were measured.
+        level *= max(LEAST_SCALE_SHARE, self._drafts.level(_times(level, self._draft_prior)))
+        any_s, any_row, draft = self._drafts.solve(_times(level, self._draft_prior), _times(level, self._draft_scale))
+        return StepTime(
+            base_s=max(base, 1e-6), row_s=row, token_s=max(token, 1e-9), kv_token_s=kv,
+            draft_s=any_s, draft_row_s=any_row, draft_token_s=draft,
+        )  # fmt: skip
 
 
-def _fit(bucket: _Bucket, prior: DraftCost) -> tuple[float, float, float]:
-    """Least squares with every coefficient at least 0, pulled towards ``prior`` by `PRIOR_STEPS` typical steps.
-
-    Source: cyclic coordinate descent for non-negative least squares (Franc, Hlavac and Navara, CAIP 2005).
-    """
-    g, m = bucket.gram, bucket.moment
-    rows = ((g[0], g[1], g[2]), (g[1], g[3], g[4]), (g[2], g[4], g[5]))
-    start = (prior.any_draft_s, prior.row_s, prior.token_s)
-    ridge = [PRIOR_STEPS * scale * scale for scale in bucket.scale]
-    beta = list(start)
-    for _ in range(12):
-        for i in range(3):
-            others = sum(rows[i][j] * beta[j] for j in range(3) if j != i)
-            beta[i] = max(0.0, (m[i] + ridge[i] * start[i] - others) / (rows[i][i] + ridge[i]))
-    return beta[0], beta[1], beta[2]
+def _times(factor: float, values: list[float]) -> list[float]:
+    return [factor * value for value in values]

@@ -99,6 +99,7 @@ class ReplicaSnapshot:
         computed_tokens: Tokens computed, prefill and decode, since the engine started.
         kv_token_steps: KV tokens in use, summed over the engine's iterations.
         busy_s: Seconds spent in engine iterations since the engine started; 0 when it does not say.
+        row_steps: Requests that sampled a token, summed over the engine's iterations; 0 when it does not say.
     """
 
     running_requests: int
@@ -111,11 +112,12 @@ class ReplicaSnapshot:
     computed_tokens: int = 0
     kv_token_steps: float = 0.0
     busy_s: float = 0.0
+    row_steps: float = 0.0
 
     def __post_init__(self) -> None:
         for name in (
             *("running_requests", "waiting_requests", "kv_capacity_tokens", "preemptions", "engine_steps"),
-            *("computed_tokens", "kv_token_steps", "busy_s"),
+            *("computed_tokens", "kv_token_steps", "busy_s", "row_steps"),
         ):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from verl_war.core.least_squares import OUTLIER_RATIO
 from verl_war.core.speculation_limits import SpeculationLimits
-from verl_war.core.step_time import OUTLIER_FACTOR
 
 LEDGER_MEMORY_STEPS = 512.0
 """Drafting steps whose savings are remembered: some ten seconds of decoding."""
@@ -46,7 +46,7 @@ class Watchdog:
 
     def timed(self, seconds: float, plain_s: float) -> None:
         """Count a step with drafts that took `seconds`; its tokens take `plain_s` without drafts, as measured."""
-        seconds = min(seconds, OUTLIER_FACTOR * plain_s)  # a pause of the process is not the drafts' fault
+        seconds = min(seconds, OUTLIER_RATIO * plain_s)  # a pause of the process is not the drafts' fault
         self._ledger.add(plain_s - seconds, seconds)
 
     def blocks(self, limits: SpeculationLimits, now_s: float) -> bool:

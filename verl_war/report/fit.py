@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from verl_war.core.cost_model import ReplicaPace, StepTime, StepTimeFit
-from verl_war.report.rollout import Window
+from verl_war.core.cost_model import ReplicaPace
+from verl_war.core.step_time import StepTime, StepTimeFit, Window
 
 MAX_POINTS = 4000
 """Points of the plot; every second one is dropped when there are more."""
@@ -37,15 +37,15 @@ class FitQuality:
     _paces: dict[str, ReplicaPace] = field(default_factory=dict)
 
     def add(self, replica_id: str, window: Window) -> None:
-        """Judge the model by a window, then teach it. Windows without iterations tell nothing."""
-        iterations, tokens, kv_token_steps, busy_s = window
-        if iterations <= 0 or busy_s <= 0 or tokens < 0:
+        """Judge the model by a window, then teach it. One that can't be tells nothing."""
+        if not window.is_telling:
             return
+        iterations = window.iterations
         pace = self._paces.setdefault(replica_id, ReplicaPace())
         if self._fit.iterations >= WARM_ITERATIONS:
-            model_s = self._fit.value().step_s(tokens / iterations, kv_token_steps / iterations)
-            self._model_error += iterations * (busy_s / iterations - model_s) ** 2
-            self._judge(model_s * pace.slowness, busy_s / iterations, iterations)
+            model_s, measured_s = window.predicted_s(self._fit.value()) / iterations, window.busy_s / iterations
+            self._model_error += iterations * (measured_s - model_s) ** 2
+            self._judge(model_s * pace.slowness, measured_s, iterations)
         self._fit.observe(*window)
         pace.update(window, self._fit.value())
 

@@ -8,13 +8,10 @@ from typing import Any
 
 from verl_war.core.cost_model import ReplicaPace
 from verl_war.core.journal import JournalError
+from verl_war.core.step_time import Window
 from verl_war.core.types import ReplicaSnapshot, SpeculationReading
 from verl_war.report.life import Life
 from verl_war.report.steps import Step
-
-Window = tuple[int, int, float, float]
-"""Iterations, tokens computed, KV token steps and busy seconds of an engine between two snapshots."""
-
 
 COUNTERS = ("steps", "drafting_steps", "drafting_rows", "drafted_tokens", "accepted_tokens", "draft_s", "step_s")
 """Fields of `SpeculationReading` that only grow; as series over time they are called `spec_...`."""
@@ -179,7 +176,7 @@ class Rollout:
             self._on_window(seen.replica_id, window)
             assert seen.snapshot is not None
             self._count("preemptions", seen.replica_id, max(0, snapshot.preemptions - seen.snapshot.preemptions))
-            self._count("computed_tokens", seen.replica_id, max(0, window[1]))
+            self._count("computed_tokens", seen.replica_id, max(0.0, window.tokens))
         seen.snapshot = snapshot
 
     def _on_speculation(self, record: Mapping[str, Any]) -> None:

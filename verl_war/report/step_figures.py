@@ -145,7 +145,8 @@ def _fit_text(fits: FitQuality) -> str:
     return (
         "Windows between two snapshots of an engine, each predicted before the model learned from it, times the "
         f"replica's slowness: {quality}. The model ends as {1000 * model.base_s:.2f} ms an iteration + "
-        f"{1e6 * model.token_s:.2f} us a token + {1e9 * model.kv_token_s:.2f} ns a KV token in use."
+        f"{1e6 * model.row_s:.2f} us a decoding request + {1e6 * model.token_s:.2f} us a token prefilled + "
+        f"{1e9 * model.kv_token_s:.2f} ns a KV token in use."
     )
 
 

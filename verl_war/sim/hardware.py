@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_war.core.machine_profile import MachineProfile
+
 MFU = 0.5
 """Share of the datasheet's dense bf16 rate that prefill reaches. Public vLLM and TensorRT-LLM prefill
 measurements of dense 8B-70B models on H100 lie between 0.45 and 0.6."""
@@ -190,7 +192,7 @@ PROFILES: dict[str, HardwareProfile] = {
 
 
 def load_profile(name: str) -> HardwareProfile:
-    """The profile of that name, or read from a JSON file whose keys are the attributes of `HardwareProfile`.
+    """The profile of that name, or read from a JSON file: of `scripts/calibrate.py`, or with `HardwareProfile`'s keys.
 
     Raises:
         ValueError: No such profile or file, or a key or value in the file is wrong.
@@ -208,7 +210,29 @@ def load_profile(name: str) -> HardwareProfile:
         ) from error
     except json.JSONDecodeError as error:
         raise ValueError(f"--hardware {name}: line {error.lineno} is not JSON ({error.msg})") from error
+    if isinstance(raw, Mapping) and "step_time" in raw:
+        return hardware_of(MachineProfile.from_dict(raw, name), path.stem)
     return profile_from(raw, name)
+
+
+def hardware_of(profile: MachineProfile, name: str) -> HardwareProfile:
+    """The machine that `scripts/calibrate.py` measured."""
+    step_time = profile.step_time
+    return HardwareProfile(
+        name=name,
+        overlapped=False,
+        base_s=step_time.base_s,
+        per_request_s=step_time.row_s,
+        per_token_s=step_time.token_s,
+        per_kv_token_s=step_time.kv_token_s,
+        draft_step_s=step_time.draft_s,
+        draft_request_s=step_time.draft_row_s,
+        # Here a draft token's computation is counted as a prefilled token's, and this is what comes on top.
+        draft_token_s=max(0.0, step_time.draft_token_s - step_time.token_s),
+        kv_capacity_tokens=profile.kv_capacity_tokens,
+        max_num_seqs=profile.max_num_seqs,
+        max_num_batched_tokens=profile.max_num_batched_tokens,
+    )
 
 
 def profile_from(raw: Any, where: str) -> HardwareProfile:

@@ -235,6 +235,7 @@ class Simulator:
             computed_tokens=counters.prefill_tokens + counters.decode_tokens + tokens,
             kv_token_steps=counters.kv_token_steps + steps * replica.cache.used_blocks * BLOCK_TOKENS,
             busy_s=counters.busy_s + busy_s,
+            row_steps=float(counters.decode_tokens - counters.accepted_tokens + tokens),
         )
 
     def _on_speculation(self, index: int, _: int, now_s: float) -> None:

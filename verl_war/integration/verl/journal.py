@@ -13,6 +13,7 @@ from pathlib import Path
 from verl_war.core.config import WarConfig
 from verl_war.core.config_parsing import ROOT_KEY
 from verl_war.core.journal import Entry, RecordingManager, as_record, header
+from verl_war.core.machine_profile import MachineProfile
 
 logger = logging.getLogger(__name__)
 
@@ -29,16 +30,17 @@ class Journal:
         ValueError: The file cannot be made.
     """
 
-    def __init__(self, config: WarConfig, full_determinism: bool) -> None:
+    def __init__(self, config: WarConfig, full_determinism: bool, profile: MachineProfile | None = None) -> None:
         assert config.journal_path is not None
         if config.seed is None:
             config = replace(config, seed=secrets.randbits(63))
         self._buffer: list[Entry] = []
         self._writing = asyncio.Lock()
         self._is_open = True
-        self.manager = RecordingManager(config, full_determinism, self._record)
+        self.manager = RecordingManager(config, full_determinism, self._record, profile)
         try:
-            self.path = _create(Path(config.journal_path).expanduser().absolute(), header(config, full_determinism))
+            first = header(config, full_determinism, profile)
+            self.path = _create(Path(config.journal_path).expanduser().absolute(), first)
         except OSError as error:
             raise ValueError(
                 f"{ROOT_KEY}.journal_path={config.journal_path!r} cannot be written ({error}); expected a file in a "

@@ -19,6 +19,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl_war.core.config import parse_war_config
 from verl_war.core.types import ReplicaSnapshot
+from verl_war.integration.profile_file import read_profile
 from verl_war.integration.verl import replica_history
 from verl_war.integration.verl.failures import GONE_ERRORS, ReplicaFailedError, cause_of
 from verl_war.integration.verl.settings import rollout_war_settings
@@ -41,7 +42,8 @@ class WarHttpServer(vLLMHttpServer):
         super()._preprocess_engine_kwargs(engine_kwargs)
         speculation = self._war_config.speculation
         if speculation.enabled:
-            options = engine_options(replica_history.engine_settings(speculation), speculation.max_draft_tokens)
+            settings = replica_history.engine_settings(speculation, read_profile(self._war_config.profile_path))
+            options = engine_options(settings, speculation.max_draft_tokens)
             others = engine_kwargs.get("additional_config") or {}
             others = json.loads(others) if isinstance(others, str) else dict(others)
             engine_kwargs.update(options, additional_config={**others, **options["additional_config"]})

@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl_war.core.config import SpeculationConfig
+from verl_war.core.machine_profile import MachineProfile
 from verl_war.core.speculation_limits import SPECULATION_KEY, SpeculationLimits
 from verl_war.integration.verl.failures import cause_of
 
@@ -37,10 +38,11 @@ class Engine(Protocol):
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]: ...
 
 
-def engine_settings(config: SpeculationConfig) -> dict[str, Any]:
+def engine_settings(config: SpeculationConfig, profile: MachineProfile | None = None) -> dict[str, Any]:
     """The part of the settings that the engine's workers need, as `proposer.engine_options` takes it."""
     limits = {field.name: getattr(config, field.name) for field in dataclasses.fields(SpeculationLimits)}
-    return {**limits, "history": dataclasses.asdict(config.history), "share_bytes_per_s": config.share_bytes_per_s}
+    settings = {**limits, "history": dataclasses.asdict(config.history), "share_bytes_per_s": config.share_bytes_per_s}
+    return settings if profile is None else {**settings, "step_time": dataclasses.asdict(profile.step_time)}
 
 
 class ReplicaHistory:

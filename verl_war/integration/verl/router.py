@@ -22,6 +22,7 @@ from verl_war.core.manager import WorkloadManager
 from verl_war.core.peers import peers_of
 from verl_war.core.speculation_report import SpeculationReport
 from verl_war.core.types import Placement, ReplicaSnapshot, SpeculationReading, Turn, TurnResult
+from verl_war.integration.profile_file import read_profile
 from verl_war.integration.verl.failures import RouterNotConfiguredError
 from verl_war.integration.verl.journal import Journal
 from verl_war.integration.verl.router_health import ReplicaHealth
@@ -79,12 +80,13 @@ class WarRouter:
         if self._manager is not None:
             raise RuntimeError("WarRouter is configured already; each agent loop manager needs a router of its own")
         self._config, self._full_determinism = config, full_determinism
+        profile = read_profile(config.profile_path)
         if config.journal_path is not None:
-            self._journal = Journal(config, full_determinism)
+            self._journal = Journal(config, full_determinism, profile)
             self._manager = self._journal.manager
             self._tasks.append(asyncio.create_task(self._journal.write_every_second()))
         else:
-            self._manager = WorkloadManager(config, full_determinism)
+            self._manager = WorkloadManager(config, full_determinism, profile)
         self._turns = Turns(
             self._manager, config.failures.turn_deadline_s, self._may_return, self._may_fill, self._mailbox_of
         )

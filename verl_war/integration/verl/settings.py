@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_war.core.config import WarConfig, parse_war_config
 from verl_war.core.config_parsing import ROOT_KEY
+from verl_war.integration.profile_file import check_profile, read_profile
 
 TRAINER_MODES = ("sync", "colocate_async", "separate_async")
 _AGENT_LOOP_MANAGER = "verl_war.integration.verl.agent_loop.WarAgentLoopManager"
@@ -75,6 +76,9 @@ def check_launch(config: DictConfig) -> WarConfig | None:
     if war.speculation.enabled:
         _check_speculation(rollout, war.speculation.history_dir)
     _check_model_path(config.actor_rollout_ref.model.path)
+    profile = read_profile(war.profile_path)
+    if profile is not None:
+        check_profile(profile, config.actor_rollout_ref.model.path, rollout.tensor_model_parallel_size)
     _check_lengths(config)
     return war
 

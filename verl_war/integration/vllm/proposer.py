@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CONFIG_KEY = "war_speculation"
 """Key of vLLM's `additional_config`; its value is a mapping of `SpeculationLimits` fields, `history` (a
-mapping of `HistoryConfig` fields) and `share_bytes_per_s`."""
+mapping of `HistoryConfig` fields), `share_bytes_per_s` and `step_time` (a mapping of `StepTime` fields)."""
 
 EXTRA_ARGS_KEY = "war"
 """Key of `SamplingParams.extra_args` under which a turn tells its trajectory, group and policy step."""

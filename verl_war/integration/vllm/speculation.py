@@ -14,6 +14,7 @@ import numpy.typing as npt
 from verl_war.core.acceptance import PROB_LEVELS
 from verl_war.core.speculation import DraftPlanner, kv_limit
 from verl_war.core.speculation_limits import SpeculationLimits, change_limits
+from verl_war.core.step_time import StepTime
 from verl_war.history.index import MATCH_BUCKETS, SOURCES, DraftBatch
 from verl_war.integration.vllm.speculation_shadow import ShadowProbes
 from verl_war.integration.vllm.speculation_stats import SpeculationCounts
@@ -84,10 +85,11 @@ class Speculation:
         store: DraftStore,
         limits: SpeculationLimits,
         clock: Callable[[], float] = time.perf_counter,
+        prior: StepTime | None = None,
     ) -> None:
         self.store = store
         self.index = store.index
-        self.planner = DraftPlanner(limits, SOURCES, CLASS_MATCHES)
+        self.planner = DraftPlanner(limits, SOURCES, CLASS_MATCHES, prior)
         self.texts = TrajectoryTexts(store)
         self.counts = SpeculationCounts.of(SOURCES)
         self._clock = clock

@@ -14,7 +14,8 @@ from vllm.distributed import get_tp_group
 
 from verl_war.core.config_parsing import parse
 from verl_war.core.history_config import HISTORY_KEY, SHARE_BYTES_PER_S, HistoryConfig
-from verl_war.core.speculation_limits import SpeculationLimits, change_limits
+from verl_war.core.speculation_limits import SPECULATION_KEY, SpeculationLimits, change_limits
+from verl_war.core.step_time import StepTime
 from verl_war.history.store import HistoryStore
 from verl_war.integration.vllm.speculation import KvRoom, Speculation, StepInput
 from verl_war.integration.vllm.speculation_exchange import HistoryExchange
@@ -72,7 +73,9 @@ class Drafter:
         self.exchange = HistoryExchange(self.store, settings.pop("share_bytes_per_s", SHARE_BYTES_PER_S))
         self.max_model_len = vllm_config.model_config.max_model_len
         self._block_tokens = vllm_config.cache_config.block_size
-        self.speculation = Speculation(self.store, change_limits(SpeculationLimits(), settings))
+        raw = settings.pop("step_time", None)
+        self._prior = None if raw is None else parse(StepTime, raw, f"{SPECULATION_KEY}.step_time")
+        self.speculation = Speculation(self.store, change_limits(SpeculationLimits(), settings), prior=self._prior)
         self.disabled = ""
         self.faults = 0
         # Drafts are taken from the first rank of a tensor-parallel group; the others would look up in vain.
@@ -112,7 +115,7 @@ class Drafter:
         if self.disabled and params.get("mode", "off") != "off":
             logger.info("speculation: off -> %s (told to, after %s)", params["mode"], self.disabled)
             self.disabled = ""
-            self.speculation = Speculation(self.store, self.speculation.limits)
+            self.speculation = Speculation(self.store, self.speculation.limits, prior=self._prior)
 
     def on_policy_step(self, step: int, rewards: Mapping[str, float]) -> None:
         """The weights are those of policy step `step` from now on; see `Speculation.on_policy_step`."""

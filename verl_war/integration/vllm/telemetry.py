@@ -108,6 +108,7 @@ class EngineTelemetry(PrometheusStatLogger):
         self._preemptions = 0
         self._engine_steps = 0
         self._computed_tokens = 0
+        self._row_steps = 0
         self._kv_usage_steps = 0.0
         self._clocks: dict[int, EngineClock] = {}
         _active = self
@@ -121,10 +122,12 @@ class EngineTelemetry(PrometheusStatLogger):
     ) -> None:
         """Called by vLLM for every engine iteration."""
         first_token_latencies_s: list[float] = []
+        generated = 0
         if iteration_stats is not None:
             self._preemptions += iteration_stats.num_preempted_reqs
             # A prompt is counted in the iteration that completes it, also when it was computed in chunks.
-            self._computed_tokens += iteration_stats.prompt_token_stats.computed + iteration_stats.num_generation_tokens
+            generated = iteration_stats.num_generation_tokens
+            self._computed_tokens += iteration_stats.prompt_token_stats.computed + generated
             first_token_latencies_s = iteration_stats.time_to_first_tokens_iter
         if scheduler_stats is not None:
             self._engine_steps += 1
@@ -132,6 +135,9 @@ class EngineTelemetry(PrometheusStatLogger):
             usage = scheduler_stats.kv_cache_usage
             self._kv_usage_peak = max(self._kv_usage_peak, usage)
             self._kv_usage_steps += usage
+            # What a request was given beyond one token came from drafts.
+            drafts = scheduler_stats.spec_decoding_stats
+            self._row_steps += max(0, generated - (drafts.num_accepted_tokens if drafts is not None else 0))
             # Contexts computed again after a preemption are in no request's prompt statistics.
             prefix = scheduler_stats.prefix_cache_stats
             self._computed_tokens += prefix.preempted_queries - prefix.preempted_hits
@@ -172,4 +178,5 @@ class EngineTelemetry(PrometheusStatLogger):
             computed_tokens=self._computed_tokens,
             kv_token_steps=self._kv_usage_steps * self._kv_capacity_tokens,
             busy_s=sum(clock.busy_s for clock in self._clocks.values()),
+            row_steps=float(self._row_steps),
         )
