@@ -28,7 +28,7 @@ from typing import Any
 from scripts.bench_speculation import BATCHES, DEMO_MODEL, ENVIRONMENT, machine_dtype, processor
 from verl_war.core.decode_time import DecodeTime
 from verl_war.core.machine_profile import PROFILE_VERSION, MachineProfile
-from verl_war.core.step_time import StepTime, Window
+from verl_war.core.step_time import StepTime, StepTimeFit, Window
 from verl_war.integration.profile_file import model_name, model_shape
 
 MAX_DRAFT_TOKENS = 16
@@ -40,7 +40,10 @@ WARM_STEPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A measured step: ``tokens`` are prefilled; with drafts ``drafting_rows`` verify ``draft_tokens`` together."""
+    """Steps of one kind: ``tokens`` are prefilled; with drafts ``drafting_rows`` verify ``draft_tokens`` together.
+
+    ``seconds`` are the median of several, since whatever else runs on the machine makes some of them longer.
+    """
 
     kind: str
     rows: int
@@ -100,8 +103,7 @@ class Bench:
                     continue
                 yield from self._decode(batch, context)
         for tokens in self.options.prefills:
-            for _ in range(self.options.steps):
-                yield self._prefill(tokens)
+            yield self._prefill(tokens)
 
     @property
     def _longest(self) -> int:
@@ -114,22 +116,24 @@ class Bench:
         arms = [(0, 0), *((rows, length) for length in DRAFT_TOKENS for rows in sorted({batch, (batch + 1) // 2}))]
         for rows, length in arms:
             self.drafts.rows, self.drafts.length = rows, length
-            for number in range(WARM_STEPS + self.options.steps):
-                kv_tokens = self._kv_tokens()
-                seconds = self._step_s()
-                if number >= WARM_STEPS:
-                    yield Step(kind="draft" if rows else "decode", rows=batch, kv_tokens=kv_tokens, seconds=seconds,
-                               drafting_rows=rows, draft_tokens=rows * length)  # fmt: skip
+            for _ in range(WARM_STEPS):
+                self.engine.step()
+            kv_tokens = self._kv_tokens()
+            seconds = statistics.median(self._step_s() for _ in range(self.options.steps))
+            yield Step(kind="draft" if rows else "decode", rows=batch, kv_tokens=kv_tokens, seconds=seconds,
+                       drafting_rows=rows, draft_tokens=rows * length)  # fmt: skip
         if len(self._states) != batch:
             raise RuntimeError(f"{batch - len(self._states)} of {batch} requests ended while their steps were measured")
         self._stop()
 
     def _prefill(self, tokens: int) -> Step:
         """One prompt, read in a single step that samples its first token."""
-        self._add(tokens)
-        seconds = self._step_s()
-        self._stop()
-        return Step(kind="prefill", rows=1, kv_tokens=tokens, seconds=seconds, tokens=tokens)
+        times = []
+        for _ in range(self.options.steps):
+            self._add(tokens)
+            times.append(self._step_s())
+            self._stop()
+        return Step(kind="prefill", rows=1, kv_tokens=tokens, seconds=statistics.median(times), tokens=tokens)
 
     def _start(self, batch: int, context: int) -> None:
         self.drafts.rows = self.drafts.length = 0
@@ -185,10 +189,10 @@ def make_engine(options: argparse.Namespace) -> Any:
     )
 
 
-def fit(steps: list[Step]) -> Any:
-    """The model of `core/step_time.py`, fitted as running engines and the router do."""
+def fit(steps: list[Step], times: int) -> StepTimeFit:
+    """The model of `core/step_time.py`, fitted as running engines and the router do, to so many steps of each kind."""
     decode = DecodeTime()
-    for step in steps:
+    for step in sorted(times * steps, key=lambda step: bool(step.draft_tokens)):  # what drafts add to is known first
         if step.tokens:
             decode.fit.observe(*Window(1, step.tokens + step.rows, step.kv_tokens, step.seconds, step.rows))
         else:
@@ -207,14 +211,13 @@ def residuals(steps: list[Step], model: StepTime) -> dict[str, list[float]]:
 
 def table(steps: list[Step], model: StepTime) -> str:
     """How far off the model is, by kind of step and batch size."""
-    lines = ["step      rows  steps   median ms   off by (median, worst tenth)"]
+    lines = ["step      rows   median ms   off by (median, most)"]
     for kind, rows in sorted({(step.kind, step.rows) for step in steps}):
         some = [step for step in steps if (step.kind, step.rows) == (kind, rows)]
         off = sorted(abs(value) for value in residuals(some, model)[kind])
         middle_ms = 1e3 * statistics.median(step.seconds for step in some)
         lines.append(
-            f"{kind:8} {rows:5} {len(some):6} {middle_ms:11.2f}   {100 * statistics.median(off):5.1f}%  "
-            f"{100 * off[len(off) * 9 // 10]:5.1f}%"
+            f"{kind:8} {rows:5} {middle_ms:11.2f}   {100 * statistics.median(off):5.1f}%  {100 * off[-1]:5.1f}%"
         )
     return "\n".join(lines)
 
@@ -293,7 +296,7 @@ def main(arguments: list[str]) -> None:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     bench = Bench(options)
     steps = list(bench.steps())
-    found = fit(steps)
+    found = fit(steps, options.steps)
     r2 = found.r2()
     if r2 is None:
         raise SystemExit("all steps took the same time: there is nothing to fit; measure several --batches")

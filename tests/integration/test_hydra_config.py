@@ -104,6 +104,8 @@ def test_the_war_override_changes_the_rollout_section_only_where_it_must():
         ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", ["routing_replay=True", "enabled=False"]),
         ("actor_rollout_ref.rollout.custom.war.speculation.history_dir=history", ["history_dir='history'", "absolute"]),
         ("actor_rollout_ref.rollout.custom.war.speculation.history.sources=[mine]", ["unknown name 'mine'"]),
+        ("actor_rollout_ref.rollout.custom.war.profile_path=p.json", ["profile_path='p.json'", "absolute"]),
+        ("actor_rollout_ref.rollout.custom.war.profile_path=/no/p.json", ["'/no/p.json' cannot be read", "calibrate"]),
         ("trainer.use_v1=False", ["trainer.use_v1=False", "allowed: True"]),
         ("trainer.v1.trainer_mode=eager", ["trainer_mode='eager'", "'colocate_async'"]),
         ("actor_rollout_ref.rollout.router_config_path=/mine.yaml", ["router_config_path='/mine.yaml'", "remove"]),
@@ -123,3 +125,17 @@ def test_mistakes_are_refused_before_ray_starts(override, words):
         validate_config(config, use_reference_policy=False, use_critic=False)
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_profile_of_another_model_is_refused_before_ray_starts(tmp_path):
+    import json
+
+    from tests.core.test_machine_profile import PROFILE
+    from verl_war.integration.verl.settings import check_launch
+
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(PROFILE.as_dict()))
+    override = f"actor_rollout_ref.rollout.custom.war.profile_path={path}"
+    config = compose("code_agent", "grpo", "rollout@actor_rollout_ref.rollout=war", override)
+    with pytest.raises(ValueError, match=r"the profile is of demo .*is another model \(Qwen3ForCausalLM"):
+        check_launch(config)

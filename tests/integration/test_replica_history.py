@@ -1,9 +1,11 @@
 """What servers do for the history of their engines, with an engine that only keeps account."""
 
 import asyncio
+import dataclasses
 
 import pytest
 
+from tests.core.test_machine_profile import PROFILE
 from tests.integration.conftest import until
 from tests.integration.local_actor import LocalActor
 
@@ -154,6 +156,7 @@ def test_engine_settings_are_plain_and_accepted_by_the_worker():
     from verl_war.core.config_parsing import parse
     from verl_war.core.history_config import HISTORY_KEY, HistoryConfig
     from verl_war.core.speculation_limits import SpeculationLimits, change_limits
+    from verl_war.core.step_time import StepTime
     from verl_war.integration.verl.replica_history import engine_settings
 
     config = SpeculationConfig(enabled=True, max_draft_tokens=7, history=HistoryConfig(sources=("own", "global")))
@@ -161,10 +164,14 @@ def test_engine_settings_are_plain_and_accepted_by_the_worker():
     assert settings.pop("share_bytes_per_s") == config.share_bytes_per_s
     assert parse(HistoryConfig, settings.pop("history"), HISTORY_KEY) == config.history
     assert change_limits(SpeculationLimits(), settings).max_draft_tokens == 7
+    with_profile = json.loads(json.dumps(engine_settings(config, PROFILE)))
+    assert parse(StepTime, with_profile["step_time"], "step_time") == PROFILE.step_time
 
 
 @pytest.mark.parametrize("mine", [None, {"other": 1}, '{"other": 1}'])
-def test_engines_start_with_speculation_beside_what_the_user_asked_for(mine):
+def test_engines_start_with_speculation_beside_what_the_user_asked_for(mine, tmp_path):
+    import json
+
     from verl_war.core.config import WarConfig, parse_war_config
     from verl_war.integration.verl.replica import WarHttpServer
 
@@ -176,6 +183,12 @@ def test_engines_start_with_speculation_beside_what_the_user_asked_for(mine):
     assert options["speculative_config"]["num_speculative_tokens"] == 9
     assert options["additional_config"].pop("war_speculation")["max_draft_tokens"] == 9
     assert options["additional_config"] == ({"other": 1} if mine else {})
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(PROFILE.as_dict()))
+    server._war_config = parse_war_config({"speculation": {"enabled": True}, "profile_path": str(path)})
+    options = {}
+    server._preprocess_engine_kwargs(options)
+    assert options["additional_config"]["war_speculation"]["step_time"] == dataclasses.asdict(PROFILE.step_time)
     server._war_config, options = WarConfig(), {}
     server._preprocess_engine_kwargs(options)
     assert options == {}

@@ -12,6 +12,7 @@ import time
 from types import SimpleNamespace
 from vllm.v1.metrics import loggers
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 import verl_war.integration.vllm.plugin as plugin
 plugin.register()
 from verl_war.integration.vllm import telemetry
@@ -23,7 +24,8 @@ def start():
     (factory,) = loggers.load_stat_logger_plugin_factories()
     return factory(vllm_config=config, engine_indexes=[0])
 
-def record(engine, usage=0.5, preempted=0, running=3, waiting=1, computed=0, generated=0, latencies=(), again=(0, 0)):
+def record(engine, usage=0.5, preempted=0, running=3, waiting=1, computed=0, generated=0, latencies=(), again=(0, 0),
+           accepted=None):
     iteration = IterationStats()
     iteration.num_preempted_reqs = preempted
     iteration.prompt_token_stats.computed = computed
@@ -31,6 +33,8 @@ def record(engine, usage=0.5, preempted=0, running=3, waiting=1, computed=0, gen
     iteration.time_to_first_tokens_iter = list(latencies)
     scheduler = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting, kv_cache_usage=usage)
     scheduler.prefix_cache_stats.preempted_queries, scheduler.prefix_cache_stats.preempted_hits = again
+    if accepted is not None:
+        scheduler.spec_decoding_stats = SpecDecodingStats(num_spec_tokens=4, num_accepted_tokens=accepted)
     engine.record(scheduler, iteration)
 """
 
@@ -53,7 +57,10 @@ assert (first.running_requests, first.waiting_requests, first.kv_usage, first.kv
 assert (first.kv_capacity_tokens, first.preemptions, first.engine_steps) == (160, 3, 2)
 assert first.computed_tokens == 100 + 1 + 3 + 30, "prefill, decode, and what a preemption had computed again"
 assert first.kv_token_steps == 160.0
+assert first.row_steps == 1 + 3
 assert second.kv_usage_peak == 0.25, "the peak's window starts anew"
+record(engine, usage=0.25, generated=9, accepted=6)
+assert telemetry.snapshot(True).row_steps == 1 + 3 + 3, "what was accepted took no row of its own"
 third = telemetry.snapshot(has_requests=False)
 assert (third.running_requests, third.waiting_requests) == (0, 0), "aborted while the engine was paused"
 """

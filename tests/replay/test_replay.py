@@ -7,11 +7,13 @@ import sys
 
 import pytest
 
-from tests.replay.conftest import CONFIG
+from tests.core.test_machine_profile import PROFILE
+from tests.replay.conftest import CONFIG, rollout
 from verl_war.cli import main
-from verl_war.core.journal import EVENTS, RecordingManager, header
+from verl_war.core.journal import EVENTS, JournalError, RecordingManager, as_record, header
 from verl_war.core.manager import WorkloadManager
 from verl_war.core.types import PRICE_TERMS, Reason
+from verl_war.replay.decisions import replay_file
 
 
 def lines_of(path):
@@ -53,6 +55,20 @@ def test_also_in_a_process_that_hashes_strings_differently(journal, hash_seed):
     command = [sys.executable, "-m", "verl_war.cli", "replay", str(journal)]
     result = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": hash_seed}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_journal_holds_the_profile_that_the_decisions_were_made_with(tmp_path):
+    entries = []
+    rollout(RecordingManager(CONFIG, False, entries.append, PROFILE))
+    lines = [header(CONFIG, False, PROFILE), *(as_record(entry) for entry in entries)]
+    path = tmp_path / "journal.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert replay_file(path).difference == ""
+    path.write_text("".join(json.dumps(line) + "\n" for line in [lines[0] | {"profile": None}, *lines[1:]]))
+    assert "led to" in replay_file(path).difference
+    path.write_text(json.dumps(lines[0] | {"profile": {"version": 1}}) + "\n")
+    with pytest.raises(JournalError, match="profile: profile lacks model"):
+        replay_file(path)
 
 
 def test_the_first_difference_is_shown(journal, capsys):

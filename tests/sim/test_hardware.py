@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from tests.core.test_machine_profile import PROFILE
 from tests.sim.helpers import machine
 from verl_war.sim.hardware import PROFILES, load_profile
 
@@ -36,6 +37,17 @@ def test_measured_machine_from_json(tmp_path):
     profile = load_profile(str(path))
     assert (profile.name, profile.overlapped, profile.kv_capacity_tokens) == ("mine", False, 4096)
     assert profile.step_s(2, 999, 100) == pytest.approx(0.02 + 0.002 + 0.05)
+
+
+def test_the_file_of_a_calibration_is_taken(tmp_path):
+    path = tmp_path / "calibrated.json"
+    path.write_text(json.dumps(PROFILE.as_dict()))
+    hardware, step_time = load_profile(str(path)), PROFILE.step_time
+    assert (hardware.name, hardware.overlapped, hardware.kv_capacity_tokens) == ("calibrated", False, 16_384)
+    assert hardware.step_s(5, 2000, 300) == pytest.approx(step_time.step_s(5, 2000, 300))
+    path.write_text(json.dumps(PROFILE.as_dict() | {"r2": 2.0}))
+    with pytest.raises(ValueError, match="calibrated.json: r2=2.0 must be at most 1"):
+        load_profile(str(path))
 
 
 @pytest.mark.parametrize(
