@@ -4,8 +4,11 @@ import json
 
 import pytest
 
+from verl_war.core.config import RegimeConfig, SchedulingConfig, WarConfig
 from verl_war.core.machine_profile import PROFILE_VERSION, MachineProfile
+from verl_war.core.manager import WorkloadManager
 from verl_war.core.step_time import StepTime
+from verl_war.core.types import Turn
 
 PROFILE = MachineProfile(
     version=PROFILE_VERSION, model="demo", model_shape="Llama hidden_size=64", tensor_parallel_size=1,
@@ -63,3 +66,17 @@ def test_mistakes_are_named(raw, message):
 
 def test_a_fit_worse_than_the_mean_is_still_a_profile():
     assert MachineProfile.from_dict(changed(r2=-2.0), "file").r2 == -2.0
+
+
+def test_the_first_decision_is_priced_with_the_profile():
+    def first_price(profile):
+        config = WarConfig(scheduling=SchedulingConfig(enabled=True), regime=RegimeConfig(enter_kv_share=0.0,
+                           leave_kv_share=0.0), seed=0)  # fmt: skip
+        manager = WorkloadManager(config, profile=profile)
+        for name in ("r0", "r1"):
+            manager.on_replica_up(name, 0.0)
+        (placement,) = manager.on_turn(Turn(session_id="s", trajectory_id="t", prompt_tokens=1000), 0.0)
+        return placement.price_s["prefill_s"]
+
+    assert first_price(PROFILE) == pytest.approx(1000 * PROFILE.step_time.token_s)
+    assert first_price(None) == pytest.approx(1000 * StepTime().token_s)

@@ -212,6 +212,8 @@ def test_wrong_engine_settings_are_refused_at_launch(engine):
         ({"share_bytes_per_s": 0}, "bytes_per_s=0 must be over 0"),
         ({"drafts": 5}, r"unknown key .*speculation\.drafts=5"),
         ({"mode": "sometimes"}, "must be one of"),
+        ({"step_time": {"base": 1.0}}, r"unknown key .*step_time\.base=1.0"),
     ]:
         with pytest.raises(ValueError, match=message):
             Drafter(config, settings)
+    assert Drafter(config, {"step_time": {"base_s": 0.5}}).speculation.planner.step_time.fit.prior.base_s == 0.5

@@ -63,6 +63,7 @@ class WorkloadManager:
         self._scheduler: Scheduler | None = None
         if config.scheduling.enabled or config.admission.enabled:
             self._scheduler = Scheduler(config, self._fleet, self._cache_view, self._progress, rng)
+            self._scheduler.placement.model = self._step_time.value()
         self._trajectories: dict[str, Trajectory] = {}
         self._peaks: dict[str, _ReplicaPeaks] = {}
         self._stats = StepStats()
