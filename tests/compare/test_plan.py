@@ -83,7 +83,7 @@ def test_same_command_gets_the_same_directory_and_another_one_another():
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     names = {
-        command.default_name(parser.parse_args(arguments))
+        command.plan_of(parser.parse_args(arguments), Path(__file__).parents[2]).out.name
         for arguments in ([], [], ["--steps", "6"], ["--seed", "2"], ["a=b"], ["--num-train", "65"])
     }
     assert len(names) == 5

@@ -70,7 +70,6 @@ def test_step_time_is_learnt(rows):
             kv_tokens=kv,
             drafting_rows=drafting,
             draft_tokens=tokens,
-            accepted_tokens=tokens // 2,
             seconds=seconds,
         )
     learnt = model.cost(rows, kv)
@@ -161,8 +160,11 @@ def test_planners_come_to_the_same_regime_whatever_the_profile(factors):
                 drafting, tokens, cost = sum(map(bool, lengths)), sum(lengths), TRUE.draft_cost(rows, 1000.0 * rows)
                 seconds = (cost.plain_s + cost.extra_s(drafting, tokens)) * rng.uniform(0.97, 1.03)
                 now_s += seconds
+                hits = [next((i for i in range(1, n) if rng.random() > 0.8), n) for n in lengths if n]
+                for length, accepted in zip(filter(None, lengths), hits, strict=True):
+                    planner.observe_draft(0, length, accepted)
                 planner.observe_step(rows=rows, kv_tokens=1000.0 * rows, drafting_rows=drafting, draft_tokens=tokens,
-                                     accepted_tokens=tokens // 2, seconds=seconds)  # fmt: skip
+                                     accepted_tokens=sum(hits), seconds=seconds)  # fmt: skip
             regimes[name, rows] = planner.regime
     for rows in (1, 4, 16):
         assert regimes["wrong", rows] == regimes["right", rows] == regimes["none", rows], rows
