@@ -10,7 +10,7 @@ import pytest
 from tests.compare.fixed_work.helpers import plan, record
 from verl_war.compare.fixed_work import figures, measures, records, report, tables
 from verl_war.compare.fixed_work.plan import Case
-from verl_war.compare.fixed_work.progress import seconds_left
+from verl_war.compare.fixed_work.progress import RunsDisplay, seconds_left
 
 ARMS = ("stock", "margin", "war", "war_no_moves")
 
@@ -103,6 +103,20 @@ def test_no_two_curves_of_a_panel_have_the_same_colour():
 def test_a_ratio_says_how_sure_it_is():
     assert tables.ratio_text(measures.ratio_of([(2.0, 1.0), (1.0, 1.0)])) == "1.41 (1.00..2.00), n=2"
     assert tables.ratio_text(None) == "-"
+
+
+def test_progress_counts_what_this_command_need_not_make_any_more(tmp_path):
+    found, stream = plan(tmp_path, arms=("stock", "war"), repeats=1), io.StringIO()
+    records.save(found.runs_directory, record("stock", 2, 1))
+    records.save(found.runs_directory, record("war", 2, 1, cause="it broke"))
+    display = RunsDisplay(found, stream)
+    display.update()
+    assert "1/4 runs, about" in stream.getvalue() and "2/4 runs" not in stream.getvalue()
+    found.console_log.write_text("noise\nverl-war> load 2, repeat 1: war\n")
+    records.save(found.runs_directory, record("war", 2, 1, attempt=2))
+    display.update()
+    assert "runs: load 2, repeat 1: war, 1/4 runs" in stream.getvalue()
+    assert "2/4 runs, about 1 min left" in stream.getvalue()  # two runs of load 8, 40 s each
 
 
 def test_time_left_follows_the_runs_made(tmp_path):

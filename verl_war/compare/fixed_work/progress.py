@@ -21,6 +21,11 @@ class RunsDisplay(Display):
     def __init__(self, plan: FixedWorkPlan, stream: TextIO) -> None:
         self._plan, self._runs = plan, plan.runs()
         self._seconds: dict[str, float] = {}
+        # A run that failed before has a record already, and is made again.
+        directory = plan.runs_directory
+        self._failed = {
+            run.name: records.attempts(directory, run) for run in self._runs if not records.is_done(directory, run)
+        }
         super().__init__("runs", len(self._runs), plan.console_log, plan.runs_directory, stream)
 
     def _follow_log(self, text: str) -> None:
@@ -33,7 +38,9 @@ class RunsDisplay(Display):
         for run in self._runs:
             path = records.path_of(self._plan.runs_directory, run)
             if run.name not in self._seconds and path.exists():
-                self._seconds[run.name] = records.load(path).totals["makespan_s"]
+                record = records.load(path)
+                if record.attempt > self._failed.get(run.name, 0):
+                    self._seconds[run.name] = record.totals["makespan_s"]
         done = len(self._seconds)
         if done > self._shown_step:
             self._shown_step = done
