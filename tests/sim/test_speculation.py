@@ -19,7 +19,7 @@ from verl_war.sim.policies.registry import POLICIES
 from verl_war.sim.replica import Replica
 from verl_war.sim.request import Request
 from verl_war.sim.simulator import Simulator
-from verl_war.sim.speculation import Draft, OracleDrafts, PlannedDrafts, StepDrafts
+from verl_war.sim.speculation import Batch, Draft, OracleDrafts, PlannedDrafts, StepDrafts
 from verl_war.sim.workload import SHAPES, generate
 
 CPU, H100 = PROFILES["cpu_2core"], PROFILES["h100_8b"]
@@ -60,11 +60,13 @@ class Script:
 
 
 def test_accepted_tokens_take_no_step_of_their_own():
-    hardware = machine(draft_step_s=0.5, draft_request_s=0.25, draft_token_s=0.125)
+    hardware = machine(draft_step_s=0.5, draft_request_s=0.25, draft_token_s=0.125, per_pair_s=1e-4)
     replica = Replica(hardware, drafter=Script((4, 3), (0, 0), (2, 0)))
-    # Prefill 1 + 1 s and the first token; 4 tokens in 1 + 4 * 0.01 + 0.5 + 0.25 + 4 * 0.125 s; one; one; three more.
     ends = drive(replica, [(0.0, Request(1, own(1), 100, 10))])
-    assert ends == {1: pytest.approx(2.0 + 2.29 + 1.0 + (1.0 + 0.02 + 0.5 + 0.25 + 0.25) + 3 * 1.0)}
+    prefill_s = 1 + 100 * 0.01 + 1e-4 * 100 * 50.5
+    four_s = 1 + 4 * 0.01 + 1e-4 * 4 * 102.5 + 0.5 + 0.25 + 4 * 0.125
+    two_s = 1 + 2 * 0.01 + 1e-4 * 2 * (105 + 1.5) + 0.5 + 0.25 + 2 * 0.125  # after four tokens and one more
+    assert ends == {1: pytest.approx(prefill_s + four_s + 1 + two_s + 3)}
     assert replica.counters.decode_tokens == 9
     assert replica.counters.engine_steps == 1 + 6
     assert (replica.counters.drafted_tokens, replica.counters.accepted_tokens) == (6, 3)
@@ -77,6 +79,7 @@ def test_context_of_accepted_tokens_stays_cached_and_its_blocks_are_given_back()
     assert second.cached_tokens == 128  # of 100 + 85
     assert replica.cache.used_blocks == 0
     assert replica.cache.available_blocks == 100
+    assert replica._kv_tokens == 0
 
 
 def test_drafts_take_only_blocks_that_are_free():
@@ -86,6 +89,28 @@ def test_drafts_take_only_blocks_that_are_free():
     assert replica.counters.drafted_tokens == 20
     assert replica.counters.engine_steps == 1 + 4 + 1 + (29 - 3 - 21)
     assert replica.counters.preemptions == 0
+
+
+@pytest.mark.parametrize("free_blocks,budget", [(100, 24), (3, 24), (2, 0)])
+def test_planned_drafts_leave_room_for_every_row(free_blocks, budget):
+    """Two rows, of which each may need a block more than its draft fills."""
+    request = Request(1, own(1), 100, 500, drafts=TurnDrafts(TurnText(ACCEPTANCE["peaked"], random.Random(1), 500), 7))
+    request.generated = 1
+    drafter = PlannedDrafts(SpeculationLimits(mode="always"))
+    batch = Batch(2, 200, [request], step=0, free_blocks=free_blocks, is_steady=True, now_s=0.0)
+    drafter.propose(batch)
+    assert drafter.reading(1, 0.1).budget_tokens == budget
+
+
+def test_who_comes_later_drafts_from_its_siblings():
+    world = DraftWorld(fresh_tokens=2, run_tokens=15, false_share=0, overrun_tokens=1, own_share=0, earlier_share=0,
+                       sibling_share=1.0)  # fmt: skip
+    first, second = (spec(name, turns=[(200, 1, 0)], start_s=at_s) for name, at_s in (("a", 0.0), ("b", 900.0)))
+    stranger = dataclasses.replace(second, group_id="other")
+    accepted = [run("suffix_always", specs, machine(), 1, world).accepted_tokens for specs in
+                ([first], [first, stranger], [first, second])]  # fmt: skip
+    assert accepted[:2] == [0, 0]
+    assert accepted[2] > 100
 
 
 def test_batches_tell_the_planner_when_a_step_is_only_decoding():

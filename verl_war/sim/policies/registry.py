@@ -91,7 +91,7 @@ _SPECS = (
     ),
     PolicySpec(
         "war_threshold_16",
-        "the paper's WAR: suffix decoding up to 16 requests, scheduling above",
+        "WAR with the paper's threshold: suffix decoding up to 16 requests, scheduling above",
         (war.threshold_manager,),
         new_drafter=_drafts(war.THRESHOLD, war.SUFFIX_PER_MATCH),
     ),
