@@ -27,7 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             chosen = importlib.import_module(module)
             chosen.add_arguments(command)
             command.set_defaults(run=chosen.run)
-    options = parser.parse_args(words)
+    options, rest = parser.parse_known_args(words)
+    if rest:
+        # argparse takes positional arguments in one piece; Hydra overrides may stand before and behind options.
+        if not hasattr(options, "overrides") or any(word.startswith("-") for word in rest):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options.overrides = [*options.overrides, *rest]
     return int(options.run(options))
 
 

@@ -64,6 +64,20 @@ def test_help_says_how_to_start(script):
     assert run.stdout.startswith("Stock verl against WAR on") and script in run.stdout
 
 
+def test_overrides_may_stand_before_options(monkeypatch):
+    from verl_war import cli
+    from verl_war.compare import command
+
+    seen = []
+    monkeypatch.setattr(command, "run", lambda options: seen.append(options) or 0)
+    assert cli.main(["compare", "a=b", "--steps", "50", "+c=d", "~e"]) == 0
+    assert seen[0].overrides == ["a=b", "+c=d", "~e"] and seen[0].steps == 50
+    for words in (["compare", "a=b", "--stepps", "50"], ["top", "run", "a=b"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(words)
+        assert stop.value.code == 2
+
+
 def test_a_missing_machine_is_named():
     run = subprocess.run([str(GPU / "compare.sh")], capture_output=True, text=True, check=False, timeout=30)
     assert run.returncode != 0 and "MACHINE is gpu_8b or gpu_32b" in run.stderr
