@@ -49,6 +49,27 @@ def test_acceptance_makes_engines_speculate(tmp_path, capsys):
     assert rows["war"]["accepted_share"] == 0
 
 
+def test_a_later_step_is_told_and_differs(tmp_path, capsys):
+    def runs(*arguments):
+        names = ["--load", "24", "--policies", "war,margin,upper_bound", "--acceptance", "peaked"]
+        assert main([*TINY, *names, "--seeds", "1", "--out", str(tmp_path), *arguments]) == 0
+        report = json.loads((tmp_path / "simulate.json").read_text())
+        return {run["policy"]: run for run in report["runs"]}, report["earlier_steps"]
+
+    first, none = runs()
+    later, two = runs("--earlier-steps", "2")
+    assert (none, two) == (0, 2)
+    assert ", after 2 steps" in capsys.readouterr().out
+    assert {run["output_tokens"] for run in (*first.values(), *later.values())} == {first["war"]["output_tokens"]}
+    assert later["war"]["makespan_s"] != first["war"]["makespan_s"]
+    assert main([*TINY, "--load", "1", "--earlier-steps", "-1"]) == 2
+    assert "--earlier-steps -1 must be between 0 and 1000" in capsys.readouterr().err
+    trace = tmp_path / "work.jsonl"
+    assert main([*TINY, "--load", "4", "--write-trace", str(trace)]) == 0
+    assert main([*TINY, "--workload", str(trace), "--earlier-steps", "1"]) == 2
+    assert "a trace is one step" in capsys.readouterr().err
+
+
 def test_trace_and_its_hardware_from_files(tmp_path, capsys):
     trace, hardware = tmp_path / "work.jsonl", tmp_path / "mine.json"
     assert main([*TINY, "--load", "4", "--write-trace", str(trace)]) == 0

@@ -142,3 +142,39 @@ def test_bad_fleets_and_workloads():
         simulate([])
     with pytest.raises(RuntimeError, match="all 1 replicas are down"):
         simulate([spec("x")], replicas=1, down_at_s={0: 1.0})
+
+
+def test_a_later_step_starts_with_empty_caches_and_counts_from_its_own_beginning():
+    hardware, fleet = machine(), Fleet(hardware=machine(), replicas=1)
+    earlier = [spec("a", 640, [(10, 2.0, 99), (5, 9.0, 1000)]), spec("b", 960, [(3, 1.0, 64)] * 2, "h", 320)]
+    specs = [spec("c", 640, [(10, 2.0, 99), (5, 9.0, 1000)], start_s=3.0), spec("d", 960, [(7, 0, 0)], "h", 320)]
+    fresh = simulate(specs, replicas=1)
+    policy = LeastLive(context(specs, hardware, 1))
+    before = Simulator(fleet, earlier, policy)
+    ended_s = before.run().makespan_s
+    after = Simulator(fleet, specs, policy, before).run()
+    assert ended_s > 10
+    floats = [name for name, value in dataclasses.asdict(fresh).items() if isinstance(value, float)]
+    for name in floats:
+        assert getattr(after, name) == pytest.approx(getattr(fresh, name)), name
+    assert dataclasses.replace(after, **{name: 0.0 for name in [*floats, "busy_share"]}) == dataclasses.replace(
+        fresh, **{name: 0.0 for name in [*floats, "busy_share"]}
+    )
+    assert after.busy_share == pytest.approx(fresh.busy_share)
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "upper_bound"])
+def test_every_policy_goes_on_in_a_later_step(name):
+    earlier = [
+        dataclasses.replace(item, trajectory_id=f"e{item.trajectory_id}", group_id=f"e{item.group_id}")
+        for item in generate(SHAPES["small"], 16, 3)
+    ]
+    specs = generate(SHAPES["small"], 16, 4)
+    fleet = Fleet(hardware=CPU, replicas=2)
+    policy = POLICIES[name].factories[0](context(specs, CPU))
+    before = Simulator(fleet, earlier, policy)
+    before.run()
+    outcome = Simulator(fleet, specs, policy, before).run()
+    assert outcome.output_tokens == sum(item.output_tokens for item in specs)
+    assert 0 < outcome.prefill_tokens < outcome.prompt_tokens
+    assert outcome.makespan_s >= ideal_makespan_s(CPU, 2, specs)

@@ -43,6 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"how predictable the text is, for drafts: {'|'.join(ACCEPTANCE)} (without it no engine speculates, and "
         "all policies are compared by their schedules alone)",
     )
+    parser.add_argument(
+        "--earlier-steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="begin every run with N steps of other trajectories, and measure the step after them (%(default)s)",
+    )
     parser.add_argument("--kv-capacity", type=int, metavar="TOKENS", help="of a replica, instead of the hardware's")
     parser.add_argument("--host-kv", type=float, default=4.0, help="host tier in KV capacities (%(default)s)")
     parser.add_argument("--misstated-capacity", type=float, default=1.0, metavar="X", help="reported over true KV")
@@ -116,6 +123,8 @@ def simulate(study: Study, options: argparse.Namespace, stream: TextIO) -> None:
     }
     (folder / "simulate.json").write_text(json.dumps(report, indent=1) + "\n")
     title = f"{study.hardware.name}, {study.replicas} replicas, workload {study.workload}, {study.seeds} seeds"
+    if study.earlier_steps:
+        title += f", after {study.earlier_steps} steps"
     if study.acceptance is not None:
         title += f", acceptance {study.acceptance}"
     draw_ratios(summaries, title, folder / "simulate.png")
@@ -131,7 +140,8 @@ def default_name(study: Study) -> str:
     loads = "_".join(f"{load:g}" for load in study.loads)
     workload = Path(study.workload).stem
     acceptance = "" if study.acceptance is None else f"-{study.acceptance}"
-    return f"simulate-{study.hardware.name}-{study.replicas}x{loads}-{workload}-{study.seeds}seeds{acceptance}"
+    after = f"-after{study.earlier_steps}" if study.earlier_steps else ""
+    return f"simulate-{study.hardware.name}-{study.replicas}x{loads}-{workload}-{study.seeds}seeds{after}{acceptance}"
 
 
 def study_of(options: argparse.Namespace) -> Study:
@@ -151,6 +161,9 @@ def study_of(options: argparse.Namespace) -> Study:
     _require("--seeds", options.seeds, 1, 1000)
     _require("--host-kv", options.host_kv, 0, 1000)
     _require("--misstated-capacity", options.misstated_capacity, 0.05, 100)
+    _require("--earlier-steps", options.earlier_steps, 0, 1000)
+    if options.earlier_steps and options.workload not in SHAPES:
+        raise ValueError(f"--earlier-steps {options.earlier_steps} is for generated workloads; a trace is one step")
     if options.acceptance is not None:
         find_world(options.acceptance)
     return Study(
@@ -165,6 +178,7 @@ def study_of(options: argparse.Namespace) -> Study:
         misstated_capacity=options.misstated_capacity,
         war_settings=_war_settings(options.war),
         acceptance=options.acceptance,
+        earlier_steps=options.earlier_steps,
     )
 
 
@@ -252,6 +266,7 @@ def describe(study: Study) -> dict[str, Any]:
         "slowdown": study.all_slowdowns,
         "misstated_capacity": study.misstated_capacity,
         "war_settings": study.war_settings,
+        "earlier_steps": study.earlier_steps,
         "acceptance": None if study.acceptance is None else _world_of(study.acceptance),
     }
 

@@ -170,7 +170,7 @@ class DraftTexts:
     """
 
     def __init__(self, world: DraftWorld, trajectories: Sequence[TrajectorySpec], seed: int) -> None:
-        self._world = world
+        self.world = world
         self._specs = trajectories
         self._seed = seed
         self._texts: dict[tuple[int, int], TurnText] = {}
@@ -181,7 +181,7 @@ class DraftTexts:
         if text is None:
             rng = random.Random(f"{self._seed}/{key}/{turn}")
             tokens = self._specs[key].turns[turn].output_tokens
-            text = self._texts[key, turn] = TurnText(self._world, rng, tokens)
+            text = self._texts[key, turn] = TurnText(self.world, rng, tokens)
         return text
 
 

@@ -85,3 +85,8 @@ class Counters:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     used_blocks_peak: int = 0
+
+    def since(self, before: Counters) -> Counters:
+        """What was added since, the peak excepted."""
+        grown = {name: getattr(self, name) - getattr(before, name) for name in self.__slots__}
+        return Counters(**grown | {"used_blocks_peak": self.used_blocks_peak})

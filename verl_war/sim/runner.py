@@ -16,6 +16,7 @@ from verl_war.sim.draft_world import DraftTexts, find_world
 from verl_war.sim.fleet import Fleet, Outcome
 from verl_war.sim.hardware import HardwareProfile
 from verl_war.sim.policies.base import PolicyContext
+from verl_war.sim.policies.clairvoyant import Clairvoyant
 from verl_war.sim.policies.registry import POLICIES, PolicySpec
 from verl_war.sim.simulator import Simulator
 from verl_war.sim.trace import TrajectorySpec, read_trace
@@ -23,6 +24,9 @@ from verl_war.sim.workload import SHAPES, SLOW_FACTOR, generate
 
 BASE = "stock"
 """The policy that all others are compared with."""
+
+SEEDS_APART = 1_000_003
+"""Between the seeds of the steps of one run: no step is that of another seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,8 @@ class Study:
         war_settings: Settings of `custom.war` to try.
         acceptance: A name of `ACCEPTANCE`, how predictable the text is; None for engines that do not speculate,
             whatever the policy.
+        earlier_steps: Steps of other trajectories that each run begins with, as a training does: what counts is the
+            step after them. Policies keep what they have learned; clairvoyant ones know all beforehand.
     """
 
     hardware: HardwareProfile
@@ -51,6 +57,7 @@ class Study:
     misstated_capacity: float = 1.0
     war_settings: Mapping[str, Any] = field(default_factory=dict)
     acceptance: str | None = None
+    earlier_steps: int = 0
 
     @property
     def trace(self) -> Path | None:
@@ -134,7 +141,24 @@ def simulate(
         texts=texts,
         new_drafter=None if texts is None or spec.new_drafter is None else partial(spec.new_drafter, context),
     )
-    return Simulator(fleet, trajectories, spec.factories[position](context)).run()
+    policy = spec.factories[position](context)
+    before: Simulator | None = None
+    for step in range(0 if isinstance(policy, Clairvoyant) else study.earlier_steps):
+        earlier = _earlier_step(study, len(trajectories), seed, step)
+        known = None if texts is None else DraftTexts(texts.world, earlier, seed + (step + 1) * SEEDS_APART)
+        before = Simulator(dataclasses.replace(fleet, texts=known), earlier, policy, before)
+        before.run()
+    return Simulator(fleet, trajectories, policy, before).run()
+
+
+def _earlier_step(study: Study, count: int, seed: int, step: int) -> list[TrajectorySpec]:
+    """Other trajectories of the same workload, with names of their own."""
+    return [
+        dataclasses.replace(
+            spec, trajectory_id=f"earlier{step}-{spec.trajectory_id}", group_id=f"earlier{step}-{spec.group_id}"
+        )
+        for spec in generate(SHAPES[study.workload], count, seed + (step + 1) * SEEDS_APART)
+    ]
 
 
 def complete_cases(runs: Sequence[Run], arms: int) -> list[Run]:

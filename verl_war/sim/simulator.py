@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import math
 from collections import Counter
@@ -53,12 +54,16 @@ class Simulator:
         fleet: The replicas.
         trajectories: The work, in the order in which it arrives.
         policy: Decides where and when every turn runs.
+        after: The step of the same training that went before, which has been run. Its replicas go on with empty caches
+            and new weights, and `policy` must be its policy.
 
     Raises:
         ValueError: A trajectory does not fit into a replica's KV cache, or there is no replica.
     """
 
-    def __init__(self, fleet: Fleet, trajectories: Sequence[TrajectorySpec], policy: Policy) -> None:
+    def __init__(
+        self, fleet: Fleet, trajectories: Sequence[TrajectorySpec], policy: Policy, after: Simulator | None = None
+    ) -> None:
         if not trajectories:
             raise ValueError("there is no trajectory to simulate; give at least one")
         if fleet.replicas < 1:
@@ -75,18 +80,17 @@ class Simulator:
         self._specs = trajectories
         self._names = [f"replica-{index}" for index in range(fleet.replicas)]
         self._index = {name: index for index, name in enumerate(self._names)}
-        self._replicas = [
-            Replica(
-                fleet.hardware,
-                fleet.host_tokens,
-                fleet.by_priority,
-                fleet.slowdown.get(index, 1.0),
-                drafter=None if fleet.new_drafter is None else fleet.new_drafter(),
-            )
-            for index in range(fleet.replicas)
-        ]
+        self._is_first = after is None
+        self._policy_step = 1 if after is None else after._policy_step + 1
+        self._begin_s = 0.0 if after is None else after._end_times[-1]
+        self._first_key = 0 if after is None else after._first_key + 2 * len(after._specs)
+        self._replicas = [_new_replica(fleet, index) for index in range(fleet.replicas)]
+        if after is not None:
+            self._replicas = after._replicas
+        self._counters_before = [dataclasses.replace(replica.counters) for replica in self._replicas]
+        self._switches_before = self._switches()
         self._siblings = Siblings(trajectories)
-        self._dead: set[int] = set()
+        self._dead: set[int] = set() if after is None else after._dead
         self._events: list[tuple[float, int, str, int, int]] = []
         self._sequence = 0
         self._live: dict[str, _Live] = {}
@@ -104,8 +108,8 @@ class Simulator:
         self._demand = 0
         self._demand_peak = 0
         self._demand_sum = 0.0
-        self._demand_since = 0.0
-        self._progress_s = 0.0
+        self._demand_since = self._begin_s
+        self._progress_s = self._begin_s
 
     def run(self) -> Outcome:
         """Simulate until the last trajectory has ended.
@@ -113,19 +117,27 @@ class Simulator:
         Raises:
             RuntimeError: The policy broke its contract: it held turns for ever, or started one that did not ask.
         """
-        for name in self._names:
-            self._start_all(self._policy.on_replica_up(name, 0.0), 0.0)
+        begin_s = self._begin_s
+        if self._is_first:
+            for name in self._names:
+                self._start_all(self._policy.on_replica_up(name, begin_s), begin_s)
+        else:
+            for replica in self._replicas:
+                replica.cache.clear()
+            self._policy.on_weights_updated(begin_s)
         group_size = max(Counter(spec.group_id for spec in self._specs).values())
-        self._start_all(self._policy.on_step_begin(1, len(self._specs), 0.0, group_size), 0.0)
+        starts = self._policy.on_step_begin(self._policy_step, len(self._specs), begin_s, group_size)
+        self._start_all(starts, begin_s)
         for key, spec in enumerate(self._specs):
-            self._push(spec.start_s, "arrive", key)
+            self._push(begin_s + spec.start_s, "arrive", key)
         for index in range(len(self._replicas)):
-            self._push(SNAPSHOT_INTERVAL_S * (1 + index / len(self._replicas)), "snapshot", index)
+            share = 1 + index / len(self._replicas)
+            self._push(begin_s + SNAPSHOT_INTERVAL_S * share, "snapshot", index)
             if self._replicas[index].drafter is not None:
-                self._push(SPECULATION_INTERVAL_S * (1 + index / len(self._replicas)), "speculation", index)
+                self._push(begin_s + SPECULATION_INTERVAL_S * share, "speculation", index)
         for index, down_s in self._fleet.down_at_s.items():
-            self._push(down_s, "down", index)
-        self._push(TICK_INTERVAL_S, "tick")
+            self._push(begin_s + down_s, "down", index)
+        self._push(begin_s + TICK_INTERVAL_S, "tick")
         handlers = {
             "arrive": self._on_arrive,
             "turn": self._on_turn,
@@ -168,7 +180,7 @@ class Simulator:
             session_id=live.spec.trajectory_id,
             trajectory_id=live.spec.trajectory_id,
             group_id=live.spec.group_id,
-            policy_step=1,
+            policy_step=self._policy_step,
             prompt_tokens=live.context,
             block_hashes=tuple(live.hashes[:blocks]),
         )
@@ -312,10 +324,10 @@ class Simulator:
         """Path in the prefix cache, and the hashes of the prompt's blocks."""
         system_blocks = spec.system_tokens // BLOCK_TOKENS
         prompt_blocks = spec.prompt_tokens // BLOCK_TOKENS
-        # Extent keys: 0 for the system prompt, odd for groups, even for trajectories.
-        group = self._groups.setdefault(spec.group_id, 2 * len(self._groups) + 1)
+        # Extent keys: 0 for the system prompt, odd for groups, even for trajectories; none is of an earlier step.
+        group = self._groups.setdefault(spec.group_id, self._first_key + 2 * len(self._groups) + 1)
         parts = (PathPart(0, system_blocks), PathPart(group, prompt_blocks - system_blocks))
-        own = PathPart(2 * key + 2, UNLIMITED_BLOCKS)
+        own = PathPart(self._first_key + 2 * key + 2, UNLIMITED_BLOCKS)
         hashes = list(range(system_blocks))
         hashes.extend(group << 24 | position for position in range(system_blocks, prompt_blocks))
         return (*(part for part in parts if part.blocks), own), hashes
@@ -335,10 +347,11 @@ class Simulator:
         assert not self._live and self._demand == 0
 
     def _outcome(self) -> Outcome:
-        makespan = self._end_times[-1]
-        count = len(self._end_times)
-        share = {percent: self._end_times[math.ceil(count * percent / 100) - 1] for percent in (50, 90, 99)}
-        counters = [replica.counters for replica in self._replicas]
+        times = [end_s - self._begin_s for end_s in self._end_times]
+        makespan = times[-1]
+        share = {percent: times[math.ceil(len(times) * percent / 100) - 1] for percent in (50, 90, 99)}
+        pairs = zip(self._replicas, self._counters_before, strict=True)
+        counters = [replica.counters.since(before) for replica, before in pairs]
         cached = sum(counter.cached_tokens for counter in counters)
         capacity = self._fleet.replicas * self._fleet.hardware.kv_capacity_tokens
         return Outcome(
@@ -363,5 +376,18 @@ class Simulator:
             engine_steps=sum(counter.engine_steps for counter in counters),
             drafted_tokens=sum(counter.drafted_tokens for counter in counters),
             accepted_tokens=sum(counter.accepted_tokens for counter in counters),
-            regime_switches=sum(0 if item.drafter is None else item.drafter.switches for item in self._replicas),
+            regime_switches=self._switches() - self._switches_before,
         )
+
+    def _switches(self) -> int:
+        return sum(0 if replica.drafter is None else replica.drafter.switches for replica in self._replicas)
+
+
+def _new_replica(fleet: Fleet, index: int) -> Replica:
+    return Replica(
+        fleet.hardware,
+        fleet.host_tokens,
+        fleet.by_priority,
+        fleet.slowdown.get(index, 1.0),
+        drafter=None if fleet.new_drafter is None else fleet.new_drafter(),
+    )

@@ -52,6 +52,7 @@ class Policy(Protocol):
     def on_snapshot(self, replica_id: str, snapshot: ReplicaSnapshot, now_s: float) -> Sequence[Start]: ...
     def on_speculation(self, replica_id: str, reading: SpeculationReading, now_s: float) -> Sequence[Start]: ...
     def on_tick(self, now_s: float) -> Sequence[Start]: ...
+    def on_weights_updated(self, now_s: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +159,6 @@ class RoutingPolicy(ABC):
 
     def on_tick(self, now_s: float) -> Sequence[Start]:
         return ()
+
+    def on_weights_updated(self, now_s: float) -> None:
+        """A step is over, and the engines cleared their caches."""

@@ -142,6 +142,9 @@ class Clairvoyant:
     def on_tick(self, now_s: float) -> Sequence[Start]:
         return self._drain()
 
+    def on_weights_updated(self, now_s: float) -> None:
+        """Nothing is kept beyond a step."""
+
     def on_turn(self, turn: Turn, now_s: float) -> Sequence[Start]:
         trajectory = self._trajectories[turn.trajectory_id]
         trajectory.turn = turn

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from verl_war.core.types import Turn, TurnResult
 from verl_war.sim.kv_cache import BLOCK_TOKENS
-from verl_war.sim.policies.base import PolicyContext, RoutingPolicy, Start
-from verl_war.sim.policies.routing import BlockView
+from verl_war.sim.policies.base import PolicyContext, Start
+from verl_war.sim.policies.routing import PrefixRouting
 
 SCHEDULE_THRESHOLD = 16
 """Live requests per replica from which the fleet is scheduled. The paper's own value is of its fleet; this is the one
@@ -57,7 +57,7 @@ class _Waiting:
     since_s: float
 
 
-class PaperLike(RoutingPolicy):
+class PaperLike(PrefixRouting):
     """WAR's fleet scheduler after its paper.
 
     With fewer live requests than `SCHEDULE_THRESHOLD` per replica: verl's rule, sticky and fewest requests in flight.
@@ -78,7 +78,6 @@ class PaperLike(RoutingPolicy):
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
-        self._view = BlockView()
         self._windows: dict[str, _Window] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._estimates: dict[str, float] = {}

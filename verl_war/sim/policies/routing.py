@@ -72,13 +72,25 @@ class BlockView:
         self.blocks.setdefault(replica_id, set()).update(hashes)
 
 
+class PrefixRouting(RoutingPolicy):
+    """A rule that looks for the longest prefix."""
+
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        self._view = BlockView()
+
+    def on_weights_updated(self, now_s: float) -> None:
+        """The engines cleared their caches."""
+        self._view = BlockView()
+
+
 SMG_ABSOLUTE = 32
 SMG_RELATIVE = 1.1
 SMG_MATCH_RATIO = 0.5
 """Defaults of the gateway's `balance_abs_threshold`, `balance_rel_threshold` and `cache_threshold`."""
 
 
-class SmgCacheAware(RoutingPolicy):
+class SmgCacheAware(PrefixRouting):
     """Cache-aware routing of the SGLang model gateway.
 
     Imbalanced, iff max - min requests in flight > 32 and max > 1.1 * min: shortest queue. Else the replica with the
@@ -86,10 +98,6 @@ class SmgCacheAware(RoutingPolicy):
 
     Source: lightseekorg/smg, docs/concepts/routing/cache-aware.md; sglang-router's policy `cache_aware`.
     """
-
-    def __init__(self, context: PolicyContext) -> None:
-        super().__init__(context)
-        self._view = BlockView()
 
     def choose(self, turn: Turn, now_s: float) -> str:
         most, least = max(self.inflight.values()), min(self.inflight.values())
@@ -110,7 +118,7 @@ DYNAMO_TEMPERATURE = 0.0
 """Defaults of `--kv-overlap-score-weight` and `--router-temperature`."""
 
 
-class DynamoLike(RoutingPolicy):
+class DynamoLike(PrefixRouting):
     """NVIDIA Dynamo's cost: `w * blocks to prefill + blocks active`, least wins (softmax when a temperature is set).
 
     Blocks to prefill are those of the turn that the replica has not cached and those of turns that are still being
@@ -121,7 +129,6 @@ class DynamoLike(RoutingPolicy):
 
     def __init__(self, context: PolicyContext, temperature: float = DYNAMO_TEMPERATURE) -> None:
         super().__init__(context)
-        self._view = BlockView()
         self._temperature = temperature
         self._active: dict[str, float] = {}
         self._turns: dict[str, tuple[float, float]] = {}
@@ -159,7 +166,7 @@ KVCAWARE_EPSILON = 0.01
 """Shares of the capacity: `1 - load_threshold` and `tie_epsilon` of uni-agent's strategy."""
 
 
-class KvcAwareLike(RoutingPolicy):
+class KvcAwareLike(PrefixRouting):
     """uni-agent's `kvcaware` router, capacity-token-aware.
 
     A trajectory stays home unless the KV usage that home last reported is above the threshold. Otherwise
@@ -172,7 +179,6 @@ class KvcAwareLike(RoutingPolicy):
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
-        self._view = BlockView()
         self._capacity = float(context.hardware.kv_capacity_tokens)
         self._used: dict[str, float] = {}
 

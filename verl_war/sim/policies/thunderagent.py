@@ -74,6 +74,9 @@ class ThunderAgentLike:
     ) -> Sequence[Start]:
         return ()
 
+    def on_weights_updated(self, now_s: float) -> None:
+        """Nothing is kept beyond a step."""
+
     def on_turn(self, turn: Turn, now_s: float) -> Sequence[Start]:
         program = self._programs.setdefault(turn.trajectory_id, Program(turn.prompt_tokens))
         program.tokens = turn.prompt_tokens
