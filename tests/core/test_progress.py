@@ -51,6 +51,13 @@ def test_finished_siblings_move_their_own_group_only():
     assert progress.remaining_turns("long", 2) > 2 * progress.remaining_turns("other", 2)
 
 
+def test_without_estimates_all_trajectories_are_taken_for_equal():
+    progress = Progress(is_estimating=False)
+    for turns in (3, 30, 40):
+        progress.on_trajectory_end("long", turns)
+    assert {progress.remaining_turns(group, done) for group in ("long", "new") for done in (0, 50)} == {PRIOR_TURNS}
+
+
 def test_a_sibling_that_runs_long_tells_before_it_ends():
     progress = of_lengths([8] * 20)
     before = progress.remaining_turns("g", 1)

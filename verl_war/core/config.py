@@ -52,6 +52,8 @@ class SchedulingConfig:
         move_min_saving_share: Share of the price at home that a move must save at least.
         move_min_turns: Turns that a conversation stays after a move.
         move_min_load_ratio: Moves are considered from this ratio of home's load to the least loaded replica's.
+        estimate_progress: Whether the turns that a trajectory still needs are estimated, from its siblings and from
+            trajectories that have ended; false = all are taken to need as many.
         offload_capacity_tokens: KV tokens that each replica keeps in host memory when they leave its own
             (vLLM's KV offloading); 0 = none.
         offload_price_share: Seconds of fetching a token from there over those of prefilling it.
@@ -62,6 +64,7 @@ class SchedulingConfig:
     move_min_saving_share: float = 0.2
     move_min_turns: int = 3
     move_min_load_ratio: float = 1.25
+    estimate_progress: bool = True
     offload_capacity_tokens: int = 0
     offload_price_share: float = 0.15
 

@@ -57,7 +57,7 @@ class WorkloadManager:
         rng = random.Random(config.seed)
         self._fleet = Fleet()
         self._cache_view = CacheView(config.block_size_tokens)
-        self._progress = Progress()
+        self._progress = Progress(config.scheduling.estimate_progress)
         self._step_time = StepTimeFit(None if profile is None else profile.step_time)
         self._stock = StockPlacement(rng, full_determinism)
         self._scheduler: Scheduler | None = None

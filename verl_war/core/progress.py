@@ -98,6 +98,8 @@ class Progress:
     was expected. The remaining turns are the mean of that lognormal beyond the turns done.
     """
 
+    is_estimating: bool = True
+    """False: every trajectory is expected to go on for `PRIOR_TURNS`, whatever was seen."""
     _growth_tokens: _RunningMean = field(default_factory=lambda: _RunningMean(PRIOR_GROWTH_TOKENS))
     _output_tokens: _RunningMean = field(default_factory=lambda: _RunningMean(PRIOR_OUTPUT_TOKENS))
     _spread: _Spread = field(default_factory=_Spread)
@@ -139,6 +141,8 @@ class Progress:
 
     def remaining_turns(self, group_id: str, turns_done: int) -> float:
         """Expected further turns of a trajectory that has done `turns_done`; at least 1, the one it asks for."""
+        if not self.is_estimating:
+            return PRIOR_TURNS
         between, within = self._spread.parts()
         mean, variance = self._spread.mean, between + within
         group = self._groups.get(group_id)

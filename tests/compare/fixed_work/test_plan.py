@@ -132,6 +132,8 @@ def test_arms_are_what_they_say():
         ("war_no_budget", {"speculation"}),
         ("war_no_admission", {"admission"}),
         ("war_no_moves", {"scheduling"}),
+        ("war_no_scheduling", {"scheduling", "admission"}),
+        ("war_no_progress", {"scheduling"}),
         ("war_no_groups", set()),
     ],
 )

@@ -91,9 +91,13 @@ _ARMS = (
     _without("history", "drafts from earlier steps", _sources("own", "siblings"), knows_earlier_step=False),
     _without("budget", "draft budget: always drafts, as long as it can", {"speculation": {"enabled": True,
              "mode": "always"}}),
+    _without("scheduling", "placement and admission: stock verl's rule, and drafts",
+             {"scheduling": {"enabled": False}, "admission": {"enabled": False}}),
     _without("admission", "admission: nothing is held", {"admission": {"enabled": False}}),
     _without("moves", "moves by price: a conversation that runs stays",
              {"scheduling": {"enabled": True, "move_min_saving_s": 3600.0, "move_min_load_ratio": 100.0}}),
+    _without("progress", "estimates of the turns to come: all trajectories are taken to need as many",
+             {"scheduling": {"enabled": True, "estimate_progress": False}}),
     _without("groups", "placement of siblings together: the router is told of single samples", {},
              announces_groups=False),
 )  # fmt: skip
