@@ -81,9 +81,9 @@ class Simulator:
         self._names = [f"replica-{index}" for index in range(fleet.replicas)]
         self._index = {name: index for index, name in enumerate(self._names)}
         self._is_first = after is None
-        self._policy_step = 1 if after is None else after._policy_step + 1
-        self._begin_s = 0.0 if after is None else after._end_times[-1]
-        self._first_key = 0 if after is None else after._first_key + 2 * len(after._specs)
+        self._policy_step: int = 1 if after is None else after._policy_step + 1
+        self._begin_s: float = 0.0 if after is None else after._end_times[-1]
+        self._first_key: int = 0 if after is None else after._first_key + 2 * len(after._specs)
         self._replicas = [_new_replica(fleet, index) for index in range(fleet.replicas)]
         if after is not None:
             self._replicas = after._replicas

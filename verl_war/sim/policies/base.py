@@ -161,4 +161,5 @@ class RoutingPolicy(ABC):
         return ()
 
     def on_weights_updated(self, now_s: float) -> None:
-        """A step is over, and the engines cleared their caches."""
+        """A step is over, and the engines cleared their caches: nothing to do for a rule that keeps no view of them."""
+        return
