@@ -64,6 +64,22 @@ def test_noise_alone_switches_nothing(seed):
     assert run.in_force.count(False) <= 300 / 8
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_steps_that_scatter_much_need_more_than_a_trial_or_two(seed):
+    run = Run(gain=math.log(1.5), noise=0.3, seed=seed, first_trial_steps=4).steps(200)
+    assert not any(run.changes), "controls that win are not taken for losers by a chance of 30%"
+
+
+def test_a_single_odd_step_hides_nothing():
+    run = Run(gain=-0.5, noise=0.02, seed=1).steps(2)
+    run.guard.on_step_begin(True, run.now_s)
+    run.guard.on_turn_end(1000)
+    run.now_s += 50.0  # five times as long as the others
+    run.guard.on_trajectory_end(run.now_s)
+    run.guard.on_step_end(True)
+    assert any(run.steps(30).changes)
+
+
 def test_only_loaded_steps_of_synchronous_training_are_compared():
     assert all(Run(gain=1.0).steps(50, loaded=False).in_force)
     asynchronous = Run(gain=1.0).steps(50, idle=False)

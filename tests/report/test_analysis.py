@@ -7,10 +7,12 @@ import pytest
 
 from tests.replay.conftest import CONFIG, rollout
 from tests.report.conftest import Tiny
+from tests.report.simulated import simulate
 from verl_war.core.config import WarConfig
 from verl_war.core.journal import JournalError, RecordingManager, as_record, header
 from verl_war.report.analysis import analyse
 from verl_war.report.steps import why
+from verl_war.report.summary import as_text
 from verl_war.report.timeline import MAX_BINS, ratio
 
 
@@ -214,3 +216,18 @@ def test_damage_is_found_also_without_the_manager(tiny_journal):
     tiny_journal.write_text("\n".join([json.dumps(head), *lines[1:-2], json.dumps(broken)]) + "\n")
     with pytest.raises(JournalError, match=r":\d+: damaged event \(KeyError: 'completion_tokens'\)"):
         analyse(tiny_journal)
+
+
+def test_which_rule_decided_each_step_and_what_trials_came_to(tmp_path):
+    controls = {"scheduling": {"enabled": True}, "admission": {"enabled": True}, "guard": {"first_trial_steps": 2}}
+    path = simulate(tmp_path / "journal.jsonl", replicas=2, load=40, steps=4, workload="small", hardware="cpu_2core",
+                    settings={"seed": 1, **controls})  # fmt: skip
+    analysis = analyse(path)
+    assert [step.rule for step in analysis.rollout.steps] == ["WAR", "WAR", "stock (trial)", "WAR"]
+    assert analysis.guard_trials == 0, "the trial's pair was complete only when the journal ended"
+    path = simulate(path, replicas=2, load=40, steps=5, workload="small", hardware="cpu_2core",
+                    settings={"seed": 1, **controls})  # fmt: skip
+    analysis = analyse(path)
+    text = as_text(analysis)
+    assert analysis.guard_trials == 1 and f"{analysis.guard_speedup:.2f} times stock verl's speed in 1 trial" in text
+    assert "stock (trial)" in text

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
+from statistics import median
 
 from verl_war.core.config import GuardConfig
 
@@ -14,6 +16,9 @@ PRIOR_DEVIATION = 0.1
 PRIOR_TRIALS = 4.0
 """Standard deviation of a trial's log ratio before there are any, and the trials that this counts for: steps differ in
 their trajectories, and two trials that happen to agree prove little."""
+
+STEPS_KEPT = 32
+"""Differences between neighbouring steps that tell how much steps scatter by themselves."""
 
 SIGMAS = 2.0
 """Standard errors by which the controls must lose before they are switched off."""
@@ -53,6 +58,7 @@ class ControlGuard:
         self._before: float | None = None
         self._trial: float | None = None
         self._weight = self._sum = self._squares = 0.0
+        self._differences: deque[float] = deque(maxlen=STEPS_KEPT)
 
     @property
     def speedup(self) -> float:
@@ -96,11 +102,24 @@ class ControlGuard:
         change = None
         if self._trial is not None and self._before is not None:
             change = self._on_pair(self._trial - (self._before + value) / 2)
+        elif self._before is not None:
+            self._differences.append(abs(value - self._before))
         self._before, self._trial = value, None
         self._steps_since_trial += 1
         if self._steps_since_trial >= self._interval_steps:
             self._is_trial, self._steps_since_trial = True, 0
         return change
+
+    def _trial_variance(self, mean: float) -> float:
+        """Variance of a trial's log ratio: as the trials scatter, but no less than the steps without trials tell.
+
+        Of steps of deviation s, neighbours differ by 2^0.5 s, in the median by 0.6745 times that, and a step from the
+        mean of its neighbours by 1.5^0.5 s.
+        """
+        squares = self._squares - self._weight * mean * mean + PRIOR_TRIALS * PRIOR_DEVIATION**2
+        of_trials = max(0.0, squares) / (self._weight + PRIOR_TRIALS)
+        typical = median(self._differences) if self._differences else 0.0
+        return max(of_trials, 1.5 * (typical / 0.6745) ** 2 / 2)
 
     def _on_pair(self, trial_over_usual: float) -> GuardChange | None:
         """Take in a trial's log ratio to its neighbours."""
@@ -110,8 +129,7 @@ class ControlGuard:
         self._sum = self._sum * FORGETTING + gain
         self._squares = self._squares * FORGETTING + gain * gain
         mean = self._sum / self._weight
-        squares = self._squares - self._weight * mean * mean + PRIOR_TRIALS * PRIOR_DEVIATION**2
-        margin = SIGMAS * math.sqrt(max(0.0, squares) / (self._weight + PRIOR_TRIALS) / self._weight)
+        margin = SIGMAS * math.sqrt(self._trial_variance(mean) / self._weight)
         is_clear = abs(mean) > margin
         self._interval_steps = (
             min(2 * self._interval_steps, self._config.max_trial_steps) if is_clear else self._config.first_trial_steps

@@ -14,6 +14,7 @@ from typing import Any
 
 from verl_war.core.config import WarConfig, parse_war_config
 from verl_war.core.fleet import Fleet
+from verl_war.core.guard import ControlGuard
 from verl_war.core.machine_profile import MachineProfile
 from verl_war.core.manager import WorkloadManager
 from verl_war.core.step_stats import StepStats
@@ -194,6 +195,11 @@ class ReplayedManager(WorkloadManager):
     def stats(self) -> StepStats:
         """Sums since the last `report`."""
         return self._stats
+
+    @property
+    def guard(self) -> ControlGuard | None:
+        """What compares the controls with stock verl's rule; None without scheduling and admission."""
+        return None if self._scheduler is None else self._scheduler.guard
 
 
 def manager_of(record: Any) -> ReplayedManager:

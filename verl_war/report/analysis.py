@@ -14,6 +14,14 @@ from verl_war.report.fit import FitQuality
 from verl_war.report.rollout import Rollout
 from verl_war.report.timeline import Sample, Timeline
 
+_RULES = {
+    (True, False): "WAR",
+    (False, False): "stock (trial)",
+    (False, True): "stock (guard)",
+    (True, True): "WAR (trial)",
+}
+"""Whether WAR's scheduling is in force, and whether it has lost in trials -> which rule decides."""
+
 
 @dataclass(slots=True)
 class Analysis:
@@ -25,6 +33,8 @@ class Analysis:
             `trusted` (over the KV capacity), `slowness`, `low` (1 in the regime that drafts), `budget`, `gain`; of the
             fleet `held`, `generating` and `tools` (trajectories); counters as `Rollout` counts them, and
             `believed_tokens` of `believed_of_tokens`.
+        guard_trials: Steps decided by the other rule that the guard could compare with their neighbours.
+        guard_speedup: Stock verl's seconds per token over WAR's in these.
         notes: What the reader should know about the journal.
     """
 
@@ -34,6 +44,8 @@ class Analysis:
     rollout: Rollout = field(init=False)
     series: Timeline = field(init=False)
     fits: FitQuality = field(default_factory=FitQuality)
+    guard_trials: int = 0
+    guard_speedup: float = 1.0
     brain: Brain | None = None
 
     def __post_init__(self) -> None:
@@ -63,6 +75,10 @@ class Analysis:
         assert self.brain is not None
         prompt_tokens, believed_tokens = self.brain.apply(record)
         self.rollout.apply(record)
+        guard = self.brain.guard
+        if guard is not None and record.get("event") == "step_begin":
+            self.guard_speedup, self.guard_trials = guard.speedup, guard.trials
+            self.rollout.on_rule(_RULES[guard.in_force, guard.is_losing])
         if prompt_tokens:
             self.series.add("believed_of_tokens", record["replica_id"], prompt_tokens)
             self.series.add("believed_tokens", record["replica_id"], believed_tokens)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from verl_war.core.fleet import Replica
+from verl_war.core.guard import ControlGuard
 from verl_war.core.journal import FORMAT, JournalError, ReplayedManager, manager_of, replay
 
 
@@ -63,6 +64,11 @@ class Brain:
             )
             self._manager = None
         return (stats.prompt_tokens - before[0], stats.prompt_tokens_believed - before[1]) if is_turn_end else (0, 0)
+
+    @property
+    def guard(self) -> ControlGuard | None:
+        """Its guard; None without scheduling and admission, and after the decisions came out differently."""
+        return None if self._manager is None else self._manager.guard
 
     def replicas(self) -> Iterable[Replica]:
         """Its accounts of the replicas in the pool; none after the decisions came out differently."""

@@ -110,6 +110,11 @@ class Rollout:
             raise JournalError(f"damaged event ({type(error).__name__}: {error})") from error
         self.events += 1
 
+    def on_rule(self, rule: str) -> None:
+        """The rollout that was announced last is decided by this rule."""
+        if self._announced is not None:
+            self._announced.rule = rule
+
     def _on_step_begin(self, record: Mapping[str, Any]) -> None:
         # Whether it is a validation pass is known only when its first turn comes.
         self._announced = Step(record["policy_step"], False, self.now_s, announced=record["num_trajectories"])

@@ -33,6 +33,7 @@ class Step:
         begin_s: When it was announced, or its first turn asked for.
         announced: Trajectories that were announced; 0 when they were not.
         begun, failed: Trajectories so far.
+        rule: What decided where and when turns ran, by the guard's choice; empty when unknown.
         ends_s: End of each trajectory that has ended, and so on: one value for each, in the order of ending.
         generating_s: Seconds of all turns, by replica; `tokens` are those generated in them.
     """
@@ -43,6 +44,7 @@ class Step:
     announced: int = 0
     begun: int = 0
     failed: int = 0
+    rule: str = ""
     ends_s: array[float] = field(default_factory=lambda: array("d"))
     turns: array[float] = field(default_factory=lambda: array("d"))
     completions: array[float] = field(default_factory=lambda: array("d"))

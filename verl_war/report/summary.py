@@ -43,6 +43,9 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
     if any(seen.snapshot is not None for seen in rollout.replicas.values()):
         result.append(("preemptions", f"{series.sums('preemptions').sum():,.0f}"))
     result += _speculation_facts(analysis)
+    if analysis.guard_trials:
+        trials = f"{analysis.guard_trials} trial{'s' if analysis.guard_trials > 1 else ''}"
+        result.append(("scheduling, measured", f"{analysis.guard_speedup:.2f} times stock verl's speed in {trials}"))
     r2 = analysis.fits.r2()
     if r2 is not None:
         result.append(("step time model", f"R2 {r2:.3f} over {analysis.fits.windows:,} windows"))
@@ -64,7 +67,7 @@ def as_text(analysis: Analysis) -> str:
 
 def step_rows(steps: Sequence[Step], begin_s: float) -> tuple[list[str], list[list[str]]]:
     """A table of rollouts of a journal that begins at `begin_s`: its head and its rows."""
-    head = ["rollout", "begin", "trajectories", "failed", "t50", "t90", "t99", "makespan", "last"]
+    head = ["rollout", "begin", "trajectories", "failed", "t50", "t90", "t99", "makespan", "rule", "last"]
     rows = [
         [
             step.name,
@@ -72,6 +75,7 @@ def step_rows(steps: Sequence[Step], begin_s: float) -> tuple[list[str], list[li
             f"{step.ended:,}" + (f" of {step.begun:,}" if step.ended < step.begun else ""),
             f"{step.failed}",
             *(f"{step.span_s(share):.1f} s" for share in (0.5, 0.9, 0.99, 1.0)),
+            step.rule,
             step.last()[0].trajectory_id,
         ]
         for step in steps
