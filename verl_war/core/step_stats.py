@@ -1,6 +1,6 @@
 """Numbers of one training step's rollout, gathered from the manager's events.
 
-The table of all metrics with unit and source is `METRICS`; the README shows it and a test checks that
+The table of all metrics with unit and source is `METRICS`; `verl_war/METRICS.md` shows it and a test checks that
 each of them moves.
 """
 
