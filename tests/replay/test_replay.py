@@ -93,7 +93,6 @@ def test_another_setting_leads_elsewhere(journal, capsys):
     ("damage", "words"),
     [
         (lambda path: path.write_text(""), ["is empty"]),
-        (lambda path: path.unlink(), ["cannot be read: No such file"]),
         (lambda path: path.write_text(path.read_text()[:-10]), ["the line is cut off", "remove the line"]),
         (lambda path: path.write_bytes(path.read_bytes()[:500] + b"\xff\xfe\n"), ["journal.jsonl:", "no text"]),
         (lambda path: path.write_text("\n".join([lines_of(path)[0], "{nonsense", ""])), [":2: no JSON"]),
@@ -127,6 +126,14 @@ def test_damage_is_named_with_its_line(journal, capsys, damage, words):
     assert error.startswith("verl-war replay: ")
     for word in words:
         assert word in error
+
+
+@pytest.mark.parametrize("options", [[], ["--why", "t1"]])
+def test_a_file_that_cannot_be_read_is_a_usage_error(tmp_path, capsys, options):
+    assert main(["replay", str(tmp_path / "missing.jsonl"), *options]) == 2
+    assert "missing.jsonl cannot be read: No such file" in capsys.readouterr().err
+    assert main(["replay", str(tmp_path), *options]) == 2
+    assert "Is a directory" in capsys.readouterr().err
 
 
 def test_placing_by_hash_needs_the_same_hash(journal, capsys):

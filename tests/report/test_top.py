@@ -73,7 +73,6 @@ def test_a_long_list_is_cut(simulated):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda path: path.unlink(), "cannot be read: No such file"),
         (lambda path: path.write_text("{nonsense\n"), ":1: no JSON"),
         (lambda path: path.write_text("[" * 100_000 + "\n"), ":1: no JSON (maximum recursion"),
         (lambda path: path.write_text('{"a": 1}\n'), ":1: no header of a WAR journal"),
@@ -85,6 +84,13 @@ def test_damage_is_an_error(tiny_journal, capsys, damage, words):
     damage(tiny_journal)
     assert main(["top", str(tiny_journal)]) == 1
     assert words in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_read_is_a_usage_error(tmp_path, capsys):
+    assert main(["top", str(tmp_path / "missing.jsonl")]) == 2
+    assert "missing.jsonl cannot be read: No such file" in capsys.readouterr().err
+    assert main(["top", str(tmp_path)]) == 2
+    assert "Is a directory" in capsys.readouterr().err
 
 
 def test_a_line_that_is_being_written_is_waited_for(tiny_journal):

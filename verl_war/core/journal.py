@@ -59,6 +59,10 @@ class JournalError(ValueError):
     """A record cannot be understood; the message says why."""
 
 
+class UnreadableError(JournalError):
+    """The file cannot be read at all: it is missing, a directory, or of somebody else."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """An event that happened.

@@ -1,7 +1,7 @@
 """`verl-war replay FILE`: make the decisions of a recorded run again, or tell what became of one trajectory.
 
 The file is what `custom.war.journal_path` made the router write. The exit status is 1 when a decision comes out
-differently or the file is damaged.
+differently or the file is damaged, and 2 when it cannot be read.
 """
 
 import argparse
@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from verl_war.core.journal import JournalError
+from verl_war.core.journal import JournalError, UnreadableError
 from verl_war.replay.decisions import replay_file
 from verl_war.replay.story import story
+
+EXIT_DIFFERENT = 1
+EXIT_USAGE = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +34,9 @@ def run(options: argparse.Namespace, stream: TextIO | None = None) -> int:
         outcome = replay_file(options.file)
     except JournalError as error:
         sys.stderr.write(f"verl-war replay: {error}\n")
-        return 1
+        return EXIT_USAGE if isinstance(error, UnreadableError) else EXIT_DIFFERENT
     if outcome.difference:
         stream.write(f"different after {outcome.events} events: {outcome.difference}\n")
-        return 1
+        return EXIT_DIFFERENT
     stream.write(f"identical: {outcome.events} events, {outcome.placements} placements\n")
     return 0

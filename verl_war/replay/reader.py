@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from verl_war.core.journal import JournalError
+from verl_war.core.journal import JournalError, UnreadableError
 
 
 class CutOffError(JournalError):
@@ -18,7 +18,8 @@ def records(path: Path) -> Iterator[tuple[int, Any]]:
     """Line number and content of each line.
 
     Raises:
-        JournalError: The file is not there, is empty, or a line is damaged; the message names the line.
+        UnreadableError: The file is not there or cannot be read.
+        JournalError: The file is empty, or a line is damaged; the message names the line.
         CutOffError: The last line is cut off.
     """
     number = 0
@@ -35,7 +36,7 @@ def records(path: Path) -> Iterator[tuple[int, Any]]:
                 except (json.JSONDecodeError, RecursionError) as error:  # the latter: ten thousand brackets
                     raise JournalError(f"{path}:{number}: no JSON ({error}); expected one record a line") from error
     except OSError as error:
-        raise JournalError(f"{path} cannot be read: {error.strerror}; expected a journal") from error
+        raise UnreadableError(f"{path} cannot be read: {error.strerror}; expected a journal") from error
     except UnicodeDecodeError as error:
         raise JournalError(f"{path}:{number + 1}: no text ({error.reason}); expected a journal") from error
     if number == 0:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from verl_war.compare.series import read_records
-from verl_war.core.journal import JournalError
+from verl_war.core.journal import JournalError, UnreadableError
 from verl_war.report.analysis import Analysis, analyse
 from verl_war.report.brain import hushed
 from verl_war.report.files import find
@@ -39,7 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, stream: TextIO | None = None) -> int:
-    """Write the page, print the summary, and return the exit status: 0, 1 (a file is damaged), 2 (usage)."""
+    """Write the page and print the summary.
+
+    Returns:
+        The exit status: 0, 1 when a file is damaged, 2 when one cannot be read or an option is wrong.
+    """
     stream = stream or sys.stdout
     try:
         if options.source is None and options.grafana is None:
@@ -51,7 +55,7 @@ def run(options: argparse.Namespace, stream: TextIO | None = None) -> int:
             write_report(options.source, options.out, stream)
     except JournalError as error:
         sys.stderr.write(f"verl-war report: {error}\n")
-        return EXIT_DAMAGED
+        return EXIT_USAGE if isinstance(error, UnreadableError) else EXIT_DAMAGED
     except (ValueError, OSError) as error:
         sys.stderr.write(f"verl-war report: {error}\n")
         return EXIT_USAGE

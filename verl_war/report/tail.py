@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from verl_war.core.journal import JournalError
+from verl_war.core.journal import JournalError, UnreadableError
 
 READ_BYTES = 1 << 20
 
@@ -21,7 +21,7 @@ class Tail:
         """Open the file.
 
         Raises:
-            JournalError: It cannot be read.
+            UnreadableError: It cannot be read.
         """
         self.path = path
         self.line = 0
@@ -29,7 +29,7 @@ class Tail:
         try:
             self._file = path.open("rb")
         except OSError as error:
-            raise JournalError(f"{path} cannot be read: {error.strerror}; expected a journal") from error
+            raise UnreadableError(f"{path} cannot be read: {error.strerror}; expected a journal") from error
 
     def __enter__(self) -> Tail:
         return self

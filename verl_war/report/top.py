@@ -16,12 +16,13 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from verl_war.core.journal import JournalError
+from verl_war.core.journal import JournalError, UnreadableError
 from verl_war.report.brain import hushed
 from verl_war.report.screen import View
 from verl_war.report.tail import Tail
 
 EXIT_DAMAGED = 1
+EXIT_USAGE = 2
 
 REDRAW_EVERY_S = 0.5
 """The router writes its journal once a second."""
@@ -43,7 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, stream: TextIO | None = None) -> int:
-    """Show the journal until Ctrl-C, or once where `stream` is no terminal. Returns 0, or 1 when it is damaged."""
+    """Show the journal until Ctrl-C, or once where `stream` is no terminal.
+
+    Returns:
+        The exit status: 0, 1 when the journal is damaged, 2 when it cannot be read.
+    """
     stream = stream or sys.stdout
     try:
         with hushed(), Tail(options.file) as tail:
@@ -53,7 +58,7 @@ def run(options: argparse.Namespace, stream: TextIO | None = None) -> int:
                 stream.write("\n".join(_picture(tail, _read(tail, None), sys.maxsize, False)) + "\n")
     except JournalError as error:
         sys.stderr.write(f"verl-war top: {error}\n")
-        return EXIT_DAMAGED
+        return EXIT_USAGE if isinstance(error, UnreadableError) else EXIT_DAMAGED
     return 0
 
 
