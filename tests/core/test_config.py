@@ -14,8 +14,8 @@ def test_missing_settings_are_the_defaults():
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ({"sed": 1}, [f"{ROOT_KEY}.sed", "1", "did you mean 'seed'", "allowed keys: speculation"]),
-        ({"speculation": {"on": True}}, [f"{ROOT_KEY}.speculation.on", "True", "allowed keys: mode"]),
+        ({"sed": 1}, [f"unknown key {ROOT_KEY}.sed (did you mean 'seed'", "allowed keys: speculation"]),
+        ({"speculation": {"on": True}}, [f"unknown key {ROOT_KEY}.speculation.on; allowed keys: mode"]),
         (
             {"speculation": {"max_draft_tokens": 65}},
             ["speculation.max_draft_tokens=65", "between 1 and 64"],
@@ -25,7 +25,7 @@ def test_missing_settings_are_the_defaults():
         ({"speculation": {"share_peers": -1}}, [f"{ROOT_KEY}.speculation.share_peers=-1", "between 0"]),
         (
             {"speculation": {"history": {"size": 1}}},
-            ["speculation.history.size=1", "allowed keys: max_bytes"],
+            ["speculation.history.size; allowed keys: max_bytes"],
         ),
         ({"speculation": {"history": {"sources": "own"}}}, ["history.sources='own' is str", "a list of names"]),
         ({"speculation": {"history": {"sources": ["mine"]}}}, ["unknown name 'mine'", "siblings"]),

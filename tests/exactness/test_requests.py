@@ -208,11 +208,11 @@ def test_wrong_engine_settings_are_refused_at_launch(engine):
     for settings, message in [
         ({"history": {"max_bytes": 5}}, "max_bytes=5 must be between"),
         ({"history": {"sources": ("own", "moon")}}, "unknown name 'moon'"),
-        ({"history": {"size": 5}}, r"unknown key .*speculation\.history\.size=5"),
+        ({"history": {"size": 5}}, r"unknown key .*speculation\.history\.size"),
         ({"share_bytes_per_s": 0}, "bytes_per_s=0 must be over 0"),
-        ({"drafts": 5}, r"unknown key .*speculation\.drafts=5"),
+        ({"drafts": 5}, r"unknown key .*speculation\.drafts"),
         ({"mode": "sometimes"}, "must be one of"),
-        ({"step_time": {"base": 1.0}}, r"unknown key .*step_time\.base=1.0"),
+        ({"step_time": {"base": 1.0}}, r"unknown key .*step_time\.base"),
     ]:
         with pytest.raises(ValueError, match=message):
             Drafter(config, settings)

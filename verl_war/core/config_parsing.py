@@ -18,7 +18,7 @@ def parse(cls: type[T], raw: Any, path: str) -> T:
 
     Raises:
         ValueError: A key is unknown, a value has the wrong type or is out of range. The message names the key in full,
-            the value found and what is allowed.
+            what is allowed and, where the key is known, the value found.
     """
     if not isinstance(raw, Mapping):
         raise ValueError(f"{path}={raw!r} is {type(raw).__name__}; expected a mapping with keys {_keys(cls)}")
@@ -27,7 +27,7 @@ def parse(cls: type[T], raw: Any, path: str) -> T:
         if key not in hints:
             close = difflib.get_close_matches(str(key), hints, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise ValueError(f"unknown key {path}.{key}={raw[key]!r}{hint}; allowed keys: {_keys(cls)}")
+            raise ValueError(f"unknown key {path}.{key}{hint}; allowed keys: {_keys(cls)}")
     return cls(**{key: _value(hints[key], value, f"{path}.{key}") for key, value in raw.items()})
 
 
