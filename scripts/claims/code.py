@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scripts.claims.marks import claim
 from scripts.claims.results import table
-from verl_war.compare.command import CPU_MEMORY_GIB
+from verl_war.compare.machine import CPU_MEMORY_GIB
 from verl_war.core import speculation_report, step_stats
 from verl_war.support import format_matrix
 

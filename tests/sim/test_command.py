@@ -6,6 +6,7 @@ from verl_war.cli import main
 from verl_war.sim import command
 from verl_war.sim.runner import run_study
 from verl_war.sim.trace import read_trace
+from verl_war.version import package_version
 
 TINY = ("simulate", "--hardware", "cpu_2core", "--replicas", "2", "--workload", "small", "--seeds", "2")
 
@@ -27,6 +28,25 @@ def test_table_plot_and_json(tmp_path, capsys):
     assert [row["ratio_mean"] for row in stock] == [1.0, 1.0]
     first = [run for run in report["runs"] if run["load"] == 16 and run["seed"] == 1]
     assert len({(run["turns"], run["output_tokens"], run["prompt_tokens"]) for run in first}) == 1
+
+
+def test_without_a_terminal_each_load_and_seed_is_a_line(tmp_path, capsys):
+    arguments = [*TINY, "--load", "2,4", "--policies", "war,upper_bound", "--out", str(tmp_path / "out")]
+    assert main(arguments) == 0
+    first, *lines = capsys.readouterr().err.splitlines()
+    total = int(first.split()[0])
+    assert first == f"{total} runs: 2 loads, 2 seeds, 3 policies" and total > 2 * 2 * 3, "the bound takes several"
+    cases = [(load, seed) for load in (2, 4) for seed in (1, 2)]
+    assert lines == [
+        f"load {load}, seed {seed} done: {total * number // 4} of {total} runs"
+        for number, (load, seed) in enumerate(cases, start=1)
+    ]
+
+
+def test_results_name_the_commit(tmp_path, capsys):
+    assert main([*TINY, "--load", "2", "--policies", "stock", "--out", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "simulate.json").read_text())
+    assert report["versions"]["verl_war"] == package_version()
 
 
 def test_acceptance_makes_engines_speculate(tmp_path, capsys):
@@ -111,6 +131,8 @@ def test_war_settings_reach_the_manager(tmp_path, capsys):
         (["--workload", "none.jsonl", "--load", "4"], "--load 4 is for generated workloads"),
         (["--slow", "0"], "--slow: '0' is not INDEX:FACTOR"),
         (["--slow", "5:2"], "--slow INDEX 5 must be between 0 and 1"),
+        (["--war", "typo.x=5"], "unknown key actor_rollout_ref.rollout.custom.war.typo; allowed keys: "),
+        (["--war", "admision.enabled=true"], "custom.war.admision (did you mean 'admission'?); allowed keys: "),
         (["--war", "admission=1"], "--war 'admission=1' is not GROUP.KEY=VALUE"),
         (["--kv-capacity", "500"], "but a replica of cpu_2core holds 448"),
         (["--acceptance", "peakd"], "--acceptance 'peakd' is unknown (did you mean 'peaked'?); expected one of peaked"),

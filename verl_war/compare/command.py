@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from verl_war.compare.failures import TrialFailed
 from verl_war.compare.fixed_work import command as fixed_work
-from verl_war.compare.machine import GIB, describe
+from verl_war.compare.machine import CPU_MEMORY_GIB, GIB, describe
 from verl_war.compare.plan import ALGORITHMS, ARMS, RECIPES, Plan, Trial, find_repo
 from verl_war.compare.report import Runs, summarise
 from verl_war.compare.series import read_series
@@ -28,9 +28,6 @@ from verl_war.compare.workspace import claim, load_state, locked, write_atomical
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-
-CPU_MEMORY_GIB = 12.0
-"""What two replicas, two trainers and Ray take on a CPU machine with the demo model: 11.7 GB were seen."""
 
 CPU_STALL_MINUTES = 30.0
 """Start-up and first step of the demo model take 2 minutes on two free cores, and 10 on busy ones."""

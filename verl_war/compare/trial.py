@@ -18,11 +18,12 @@ from types import FrameType
 from typing import TextIO
 
 from verl_war.compare.failures import TrialFailed, Watchdog, failure_message
-from verl_war.compare.machine import clone_version, require_memory
+from verl_war.compare.machine import require_memory
 from verl_war.compare.plan import Plan, Trial
 from verl_war.compare.processes import marked_processes, remove_shared_memory, stop_all, tree
 from verl_war.compare.progress import Display
 from verl_war.compare.workspace import Status, TrialState, is_complete, load_state, rewind, save_state
+from verl_war.version import clone_version
 
 logger = logging.getLogger(__name__)
 

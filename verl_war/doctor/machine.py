@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from verl_war.compare.machine import GIB, available_memory_bytes
+from verl_war.compare.machine import CPU_MEMORY_GIB, GIB, available_memory_bytes
 from verl_war.doctor.report import Check, Status, check
 from verl_war.support import Machine
 
@@ -45,8 +45,8 @@ class Threshold:
         return "warning" if free_bytes < self.warn_bytes else "ok"
 
 
-MEMORY = Threshold(fail_bytes=8 * GIB, warn_bytes=12 * GIB)
-"""Two replicas, two trainers, Ray and their shared memory took 11.6 GiB with the demo model on a CPU machine."""
+MEMORY = Threshold(fail_bytes=8 * GIB, warn_bytes=int(CPU_MEMORY_GIB * GIB))
+"""For the demo model on a CPU machine."""
 
 SHARED_MEMORY = Threshold(fail_bytes=GIB, warn_bytes=2 * GIB)
 """Ray's object store takes 1 GB on a CPU machine, weight buckets 128 MiB per trainer; containers often have 64 MiB."""

@@ -19,7 +19,7 @@ from verl_war.sim.policies.registry import POLICIES, PolicySpec, find_policies
 from verl_war.sim.runner import BASE, Run, Study, Summary, complete_cases, run_study, summarise
 from verl_war.sim.trace import read_trace, write_trace
 from verl_war.sim.workload import SHAPES, generate
-from verl_war.version import __version__
+from verl_war.version import package_version
 
 EXIT_USAGE = 2
 EXIT_STOPPED = 130
@@ -92,31 +92,20 @@ def simulate(study: Study, options: argparse.Namespace, stream: TextIO) -> None:
         ValueError: The study cannot be carried out.
         Stopped: By Ctrl-C; what was complete is written.
     """
-    # Imported late: the options' errors should not wait for them.
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
+    # Imported late: the options' errors should not wait for it.
     from verl_war.sim.plots import draw_ratios
 
     folder = options.out or Path("runs") / default_name(study)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder} is a file; give the name of a directory")
-    runs: list[Run] = []
-    stopped = False
-    with tqdm(total=study.count_runs(), unit="run", file=sys.stderr, disable=None) as bar:
-        try:
-            for result in run_study(study):
-                bar.update()
-                if result is not None:
-                    bar.set_postfix_str(f"load {result.load:g} seed {result.seed} {result.policy}")
-                    runs.append(result)
-        except KeyboardInterrupt:
-            stopped = True
+    setting = describe(study)
+    runs, stopped = _run_all(study)
     runs = complete_cases(runs, len(study.arms()))
     if not runs:
         raise Stopped("stopped before all policies had run once; there are no results")
     summaries = summarise(runs)
     folder.mkdir(parents=True, exist_ok=True)
-    report = describe(study) | {
+    report = setting | {
         "stopped": stopped,
         "runs": [item.as_dict() for item in runs],
         "summary": [dataclasses.asdict(summary) for summary in summaries],
@@ -133,6 +122,28 @@ def simulate(study: Study, options: argparse.Namespace, stream: TextIO) -> None:
     stream.write(f"{table}\n\nresults: {folder / 'simulate.json'}, simulate.png, simulate.txt\n")
     if stopped:
         raise Stopped("stopped; the results are of the loads and seeds that were complete")
+
+
+def _run_all(study: Study) -> tuple[list[Run], bool]:
+    """All runs, or those until Ctrl-C and True. Says on stderr how far it is: on a terminal by a bar, else by lines."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    total, arms = study.count_runs(), len(study.arms())
+    sys.stderr.write(f"{total} runs: {len(study.loads)} loads, {study.seeds} seeds, {arms} policies\n")
+    runs: list[Run] = []
+    with tqdm(total=total, unit="run", file=sys.stderr, disable=None) as bar:
+        try:
+            for number, result in enumerate(run_study(study), start=1):
+                bar.update()
+                if result is None:
+                    continue
+                runs.append(result)
+                bar.set_postfix_str(f"load {result.load:g} seed {result.seed} {result.policy}")
+                if bar.disable and len(runs) % arms == 0:
+                    sys.stderr.write(f"load {result.load:g}, seed {result.seed} done: {number} of {total} runs\n")
+        except KeyboardInterrupt:
+            return runs, True
+    return runs, False
 
 
 def default_name(study: Study) -> str:
@@ -256,7 +267,7 @@ def describe(study: Study) -> dict[str, Any]:
     shape = SHAPES.get(study.workload)
     return {
         "command": shlex.join(["verl-war", *sys.argv[1:]]),
-        "versions": {"verl_war": __version__, "python": platform.python_version()},
+        "versions": {"verl_war": package_version(), "python": platform.python_version()},
         "hardware": dataclasses.asdict(study.hardware),
         "replicas": study.replicas,
         "loads": list(study.loads),

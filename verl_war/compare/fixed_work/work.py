@@ -23,9 +23,9 @@ from verl_war.compare.fixed_work.progress import MARK
 from verl_war.compare.fixed_work.replay import Engines, Step, replay
 from verl_war.compare.fixed_work.results import EarlierText, Replayed, RunFailed
 from verl_war.compare.fixed_work.texts import read_texts
-from verl_war.compare.machine import clone_version
 from verl_war.integration.verl.failures import cause_of
 from verl_war.sim.trace import TrajectorySpec, write_trace
+from verl_war.version import clone_version
 
 STEPS_APART = 100
 """Policy steps between two runs on an engine: more than any history keeps (`history.window_steps`)."""
