@@ -22,6 +22,8 @@ def test_missing_settings_are_the_defaults():
         ),
         ({"speculation": {"max_draft_tokens": 1.5}}, [f"{ROOT_KEY}.speculation.max_draft_tokens=1.5", "expected int"]),
         ({"speculation": {"mode": "on"}}, [f"{ROOT_KEY}.speculation.mode='on'", "auto, always, off"]),
+        ({"speculation": {"dwell_s": -1}}, [f"{ROOT_KEY}.speculation.dwell_s=-1", "between 0.0 and 86400.0"]),
+        ({"speculation": {"dwell_s": float("nan")}}, [f"{ROOT_KEY}.speculation.dwell_s=nan", "between 0.0"]),
         ({"speculation": {"share_peers": -1}}, [f"{ROOT_KEY}.speculation.share_peers=-1", "between 0"]),
         (
             {"speculation": {"history": {"size": 1}}},

@@ -17,7 +17,7 @@ from verl_war.core.config import RegimeConfig
 from verl_war.core.fleet import Conversation, Fleet
 from verl_war.core.journal import manager_of, replay
 from verl_war.core.regime import FleetLoad
-from verl_war.core.speculation import DraftPlanner
+from verl_war.core.speculation import KEEP_GAIN_SHARE, DraftPlanner, expected_accepted
 from verl_war.core.speculation_limits import SpeculationLimits
 
 CHECKED = settings(
@@ -106,20 +106,21 @@ class Engine:
 
     def __init__(self, limits):
         self.planner = DraftPlanner(limits, ("own", "global"), (1, 8))
-        self.now_s = 0.0
-        self.steps = 0
-        self.switched_at = -math.inf
+        self.now_s = self.asked_s = 0.0
+        self.switched_s = -math.inf
 
     def step(self, rows, plain_s, draft_s, accepted, found):
         """One step: each draft is as long as was allowed or as `found` says, and `accepted` of it is right."""
         planner, limits = self.planner, self.planner.limits
         before, switches = planner.regime, planner.switches
-        self.steps += 1
+        self.asked_s = self.now_s
         limit = planner.lookup_limit(rows, 500.0 * rows, self.now_s)
         cap = min(limits.max_draft_tokens, max(1, limits.max_step_draft_tokens // max(1, rows)))
         assert 0 <= limit <= (cap if 0 < rows <= limits.max_batch else 0)
         if limits.mode == "off":
             assert limit == 0 and planner.regime == "high"
+        is_gain = limits.mode == "auto" and planner.regime == "low"
+        assert planner.gain >= limits.min_gain * KEEP_GAIN_SHARE or not (limit and is_gain), "drafts that do not pay"
         lengths, kinds = [], []
         if limit:
             lengths = [min(limit, (found + row) % 9) for row in range(rows)]
@@ -129,6 +130,7 @@ class Engine:
             lengths = planner.allocate(rows, 500.0 * rows, kinds, lengths)
             assert len(lengths) == rows and sum(lengths) <= max(rows, limits.max_step_draft_tokens)
             assert all(0 <= length <= min(limit, (found + row) % 9) for row, length in enumerate(lengths))
+            assert not is_gain or not any(lengths) or self.pays(rows, kinds, lengths), "drafts that do not pay together"
         for kind, length in zip(kinds, lengths, strict=True):
             if length:
                 planner.observe_draft(kind, length, min(length, accepted))
@@ -140,14 +142,21 @@ class Engine:
         self.now_s += seconds
         self.check(before, switches)
 
+    def pays(self, rows, kinds, lengths):
+        """Whether the tokens per second that these drafts promise are more than those without."""
+        rates = self.planner.acceptance.rates
+        drafts = [pair for pair in zip(kinds, lengths, strict=True) if pair[1]]
+        accepted = sum(expected_accepted(*rates(kind), length) for kind, length in drafts)
+        cost = self.planner.step_time.cost(rows, 500.0 * rows)
+        return (rows + accepted) / (cost.plain_s + cost.extra_s(len(drafts), sum(lengths))) > rows / cost.plain_s
+
     def check(self, before, switches):
         planner, limits = self.planner, self.planner.limits
-        if limits.mode == "auto" and planner.regime != before:
+        if planner.regime != before:
             assert planner.switches == switches + 1
-            is_loss = planner.regime == "high" and planner.gain <= 0
-            assert is_loss or self.steps - self.switched_at >= limits.dwell_steps, "the regime flaps"
-        if planner.switches != switches:
-            self.switched_at = self.steps
+            is_told = limits.mode != "auto" or planner.watchdog.reason
+            assert is_told or self.asked_s - self.switched_s >= limits.dwell_s, "the regime flaps"
+            self.switched_s = self.asked_s
         assert math.isfinite(planner.gain) and planner.gain >= 0
         for kind in range(12):
             assert all(
@@ -166,7 +175,7 @@ CHANGE = st.one_of(st.sampled_from(MODES), st.just("weights"), st.floats(-50.0, 
 @CHECKED
 @given(
     events=st.lists(st.one_of(STEP, STEP, STEP, CHANGE), min_size=6, max_size=15),
-    dwell_steps=st.sampled_from((0, 4, 16)),
+    dwell_s=st.sampled_from((0.0, 0.5, 10.0)),
     max_batch=st.sampled_from((4, 256)),
     max_step_draft_tokens=st.sampled_from((1, 40, 1024)),
 )
@@ -183,7 +192,7 @@ def test_drafts_keep_their_limits_and_the_regime_its_dwell(events, **limits):
             engine.now_s += event
         else:
             engine.planner.set_limits(dataclasses.replace(engine.planner.limits, mode=event))
-            engine.switched_at = -math.inf  # to be told is another matter
+            engine.switched_s = -math.inf  # to be told is another matter
 
 
 @CHECKED

@@ -138,7 +138,7 @@ def test_nothing_is_drafted_before_a_plain_step_was_measured():
 
 
 def test_drafts_where_it_pays_and_stops_where_it_does_not():
-    subject = planner()
+    subject = planner(dwell_s=0.5)
     good = run_steps(subject, 1, 200, accept=0.95)
     assert sum(n > 0 for n in good[40:]) > 150 and subject.regime == "low" and subject.gain > 0.5
     bad = run_steps(subject, 1, 400, accept=0.02, start_s=100.0)
@@ -158,24 +158,48 @@ def test_plain_steps_are_kept_while_drafting():
     assert 3 <= len(plain) <= 12
 
 
-def test_regime_needs_min_gain_to_enter_and_dwells():
-    subject = planner(min_gain=0.2, dwell_steps=50)
-    subject.observe_step(rows=2, kv_tokens=0.0, drafting_rows=0, draft_tokens=0, accepted_tokens=0, seconds=0.01)
-    gains = iter([0.1] * 5 + [0.3] * 5 + [0.15] * 5 + [0.05] * 100)
-    subject._decide = lambda rows, kv, cap: (4, next(gains))
-    regimes = []
-    for step in range(115):
-        subject.lookup_limit(2, 0.0, step * 0.01)
-        regimes.append(subject.regime)
-    assert regimes[:5] == ["high"] * 5 and set(regimes[5:55]) == {"low"} and regimes[-1] == "high"
-    assert subject.switches == 2
+def told(gains, step_s=1.0, **limits):
+    """Regimes and look-up limits of a planner that expects these gains, asked once in `step_s` seconds."""
+    subject = planner(**limits)
+    gain = iter(gains)
+    subject._decide = lambda rows, kv, cap: (4, next(gain))
+    seen = []
+    for step in range(len(gains)):
+        limit = subject.lookup_limit(2, 0.0, step * step_s)
+        seen.append((subject.regime, limit))
+    return seen
 
 
-def test_a_loss_is_not_waited_out():
-    subject = planner(dwell_steps=1000)
-    gains = iter([0.3, 0.3, 0.0])
+def test_regime_needs_min_gain_to_begin_and_half_of_it_to_go_on():
+    seen = told([0.1, 0.19, 0.2, 0.1, 0.09, 0.1, 0.09], min_gain=0.2, dwell_s=10.0)
+    assert seen == [*[("high", 0)] * 2, *[("low", 4)] * 2, ("low", 0), ("low", 4), ("low", 0)]
+
+
+def test_a_regime_is_left_when_drafts_did_not_pay_for_the_dwell_and_comes_back_after_another():
+    seen = told([0.3, *[0.0] * 10, *[0.3] * 12], dwell_s=10.0)
+    assert [regime for regime, _ in seen] == ["low"] * 10 + ["high"] * 10 + ["low"] * 3
+    assert [limit for _, limit in seen] == [4] + [0] * 19 + [4] * 3
+
+
+def test_a_loss_is_not_waited_out_nor_is_a_gain_after_it():
+    assert [limit for _, limit in told([0.3, 0.3, 0.0, 0.3], dwell_s=1000.0)] == [4, 4, 0, 4]
+
+
+def test_a_regime_that_flaps_changes_once_per_dwell():
+    regimes = [regime for regime, _ in told([0.3, 0.0] * 500, step_s=0.1, dwell_s=10.0)]
+    assert regimes == ["low"] * 1000
+    steps = [0.3] + [0.0] * 100  # a moment's gain every 10.1 s
+    regimes = [regime for regime, _ in told(steps * 20, step_s=0.1, dwell_s=10.0)]
+    changes = [step for step, pair in enumerate(itertools.pairwise(regimes)) if pair[0] != pair[1]]
+    assert len(changes) > 5 and all(later - step >= 100 for step, later in itertools.pairwise(changes))
+
+
+def test_the_next_step_is_asked_for_only_while_drafts_pay():
+    subject = planner(dwell_s=10.0)
+    gains = iter([0.0, 0.3, 0.0, 0.3])
     subject._decide = lambda rows, kv, cap: (4, next(gains))
-    assert [bool(subject.lookup_limit(2, 0.0, 0.0)) for _ in range(3)] == [True, True, False]
+    asked = [bool(subject.lookup_limit(2, 0.0, float(step))) is subject.is_drafting for step in range(4)]
+    assert asked == [True] * 4 and subject.is_drafting
 
 
 @pytest.mark.parametrize("mode", ["always", "off"])

@@ -22,7 +22,7 @@ PLAIN_EVERY_STEPS = 128
 of 2x this gives up 0.4%."""
 
 KEEP_GAIN_SHARE = 0.5
-"""A regime that drafts is left when the gain falls below this share of `min_gain`, which was needed to enter it."""
+"""A regime that drafts stands still while the gain is below this share of `min_gain`, which was needed to enter it."""
 
 AGE_ON_WEIGHTS = 0.5
 """Part of the acceptance counts that survives a weight update: the new policy resembles the old one."""
@@ -128,6 +128,10 @@ def kv_limit(limit: int, rows: int, free_tokens: int, block_tokens: int) -> int:
 class DraftPlanner:
     """Decides before every engine step whether to look drafts up, and then how much of each to use.
 
+    In the regime `low` drafting is possible, in `high` only probing is. Each lasts `dwell_s`, but what a dwell costs is
+    bounded: in a step for which drafts do not pay nothing is drafted, whatever the regime, and `high` is entered only
+    when that went on for `dwell_s`.
+
     Pure: the caller measures time and passes ``now_s``.
     """
 
@@ -143,11 +147,13 @@ class DraftPlanner:
         self.step_time = DecodeTime(prior)
         self.watchdog = Watchdog()
         self.regime: Regime = "high"
+        self.is_drafting = False
+        """Whether the last step that was asked for may draft for its own gain, so that the next should be asked for."""
         self.gain = 0.0
         self.switches = 0
         self.switch_rows = 0
         self._step = 0
-        self._switched_at_step = -(1 << 30)
+        self._now_s = self._switched_at_s = self._paid_at_s = -math.inf
         self._plain_at_step = 0
         self._decisions: dict[int, tuple[int, float]] = {}
         self._decisions_at_step = 0
@@ -159,7 +165,8 @@ class DraftPlanner:
         self.limits = limits
         self._decisions.clear()
         if limits.mode == "off":
-            self._enter("high", 0, 0.0)
+            self.gain = 0.0
+            self._enter("high", 0)
 
     def on_weights_updated(self) -> None:
         """Half-forget acceptance: another policy generates from now on."""
@@ -176,17 +183,24 @@ class DraftPlanner:
             steps: Engine steps since the last call; more than 1 where the caller lets some go by.
         """
         self._step += steps
+        self._now_s = now_s
         cap = self._cap(rows)
-        if self.limits.mode == "off" or cap == 0 or self.watchdog.blocks(self.limits, now_s):
-            self._enter("high", rows, 0.0)
+        self.is_drafting, self.gain = False, 0.0
+        if self.limits.mode == "off" or self.watchdog.blocks(self.limits, now_s):
+            self._enter("high", rows)
             return 0
         if self.limits.mode == "always":
-            self._enter("low", rows, 0.0)
+            self.is_drafting = cap > 0
+            self._enter("low" if cap else "high", rows)
             return cap
-        length, gain = self._decide(rows, kv_tokens, cap)
-        self._hysteresis(rows, gain)
+        length, self.gain = self._decide(rows, kv_tokens, cap)
+        pays = self._pays_at(self.gain)
+        self._dwell(rows, pays)
         if self.regime == "high":
-            return self._probe(rows, kv_tokens, cap, now_s)
+            return self._probe(rows, kv_tokens, cap)
+        self.is_drafting = pays
+        if not pays:
+            return 0
         if self._step - self._plain_at_step >= PLAIN_EVERY_STEPS:
             self._plain_at_step = self._step
             return 0
@@ -272,7 +286,7 @@ class DraftPlanner:
         known = self._decisions.get(rows)
         if known is None:
             cost = self.step_time.cost(rows, kv_tokens)
-            budget = Budget() if cost is None else self._expected(cost, rows, cap)
+            budget = Budget() if cost is None or cap == 0 else self._expected(cost, rows, cap)
             known = self._decisions[rows] = (max(budget.lengths.values(), default=0), budget.gain)
         return known
 
@@ -281,28 +295,32 @@ class DraftPlanner:
         rates = {kind: self.acceptance.rates(kind) for kind, _ in mix}
         return best_budget(cost, rows, [(kind, share * rows) for kind, share in mix], rates, cap)
 
-    def _hysteresis(self, rows: int, gain: float) -> None:
-        wanted: Regime
-        if self.regime == "high":
-            wanted = "low" if gain >= self.limits.min_gain else "high"
-        else:
-            wanted = "high" if gain < self.limits.min_gain * KEEP_GAIN_SHARE else "low"
-        if wanted == self.regime or self._step - self._switched_at_step >= self.limits.dwell_steps:
-            self._enter(wanted, rows, gain)
-        elif self.regime == "low" and gain <= 0.0:
-            self._enter("high", rows, gain)  # a loss is not waited out
+    def _pays_at(self, gain: float) -> bool:
+        """Whether drafts of this gain are worth it: more is asked for to begin than to go on."""
+        share = KEEP_GAIN_SHARE if self.regime == "low" else 1.0
+        return gain > 0.0 and gain >= share * self.limits.min_gain
 
-    def _enter(self, regime: Regime, rows: int, gain: float) -> None:
-        self.gain = gain
+    def _dwell(self, rows: int, pays: bool) -> None:
+        """Change the regime when the old one lasted long enough, and drafts now pay, or have long not paid."""
+        now_s = self._now_s
+        if pays:
+            self._paid_at_s = now_s
+        since_s = self._switched_at_s if self.regime == "high" else max(self._switched_at_s, self._paid_at_s)
+        if pays == (self.regime == "high") and now_s - since_s >= self.limits.dwell_s:
+            self._enter("low" if pays else "high", rows)
+
+    def _enter(self, regime: Regime, rows: int) -> None:
         if regime != self.regime:
             self.regime = regime
             self.switches += 1
             self.switch_rows = rows
-            self._switched_at_step = self._plain_at_step = self._step
+            self._switched_at_s = self._now_s
+            self._plain_at_step = self._step
 
-    def _probe(self, rows: int, kv_tokens: float, cap: int, now_s: float) -> int:
+    def _probe(self, rows: int, kv_tokens: float, cap: int) -> int:
         """A short draft now and then, to measure what drafts cost, where they would pay if they cost less."""
-        if now_s < self._probe_at_s:
+        now_s = self._now_s
+        if cap == 0 or now_s < self._probe_at_s:
             return 0
         cost = self.step_time.cost(rows, kv_tokens)
         if cost is None:

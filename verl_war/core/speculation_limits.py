@@ -28,7 +28,8 @@ class SpeculationLimits:
         max_batch: Requests in the batch above which nothing is drafted.
         min_token_prob: A draft ends where the index thinks its continuation less likely than this.
         min_gain: Gain in tokens per second from which drafting begins; below it the estimate's error decides.
-        dwell_steps: Engine steps between two changes of the regime.
+        dwell_s: Least time between two changes of the regime, which is whether drafts pay at a replica's load. A step
+            for which they do not pay goes without at once; the regime only changes when that lasts.
         probe_interval_s: Least time between two drafts made only to measure their cost.
         probe_draft_tokens: Length of those drafts.
         probe_share: Share of the time that probes may take.
@@ -43,7 +44,7 @@ class SpeculationLimits:
     max_batch: int = 256
     min_token_prob: float = 0.1
     min_gain: float = 0.03
-    dwell_steps: int = 16
+    dwell_s: float = 10.0
     probe_interval_s: float = 5.0
     probe_draft_tokens: int = 4
     probe_share: float = 0.004
@@ -64,7 +65,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_batch": (1, 65536),
     "min_token_prob": (0.0, 1.0),
     "min_gain": (0.0, 10.0),
-    "dwell_steps": (0, 100_000),
+    "dwell_s": (0.0, 86_400.0),
     "probe_interval_s": (0.0, 86_400.0),
     "probe_draft_tokens": (1, MAX_DRAFT_TOKENS),
     "probe_share": (1e-6, 1.0),

@@ -149,7 +149,7 @@ class PlannedDrafts(_Counts):
         rows, kv_tokens = batch.requests, float(batch.kv_tokens)
         limit = self.planner.lookup_limit(rows, kv_tokens, batch.now_s, self._steps_since_look)
         is_known = self.planner.step_time.plain_s(rows, kv_tokens) is not None
-        self.plain_steps = 1 + REST_STEPS if self.planner.regime == "high" and is_known else 1
+        self.plain_steps = 1 if self.planner.is_drafting or not is_known else 1 + REST_STEPS
         self._budget = limit = kv_limit(limit, rows, batch.free_blocks * BLOCK_TOKENS, BLOCK_TOKENS)
         if limit == 0:
             self._look_aside(batch)

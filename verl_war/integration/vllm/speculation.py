@@ -175,7 +175,7 @@ class Speculation:
         limit = min(self.planner.lookup_limit(rows, kv_tokens, now, steps), max_tokens)
         # Before it knows what a plain step takes, the planner cannot say that drafts do not pay.
         is_known = self.planner.step_time.plain_s(rows, kv_tokens) is not None
-        self._rest_steps = REST_STEPS if self.planner.regime == "high" and is_known else 0
+        self._rest_steps = 0 if self.planner.is_drafting or not is_known else REST_STEPS
         self._budget = limit = self._fit_kv(step.kv, rows, kv_tokens, limit)
         drafts: list[list[int]] = [[] for _ in range(rows)]
         if limit:
