@@ -122,8 +122,9 @@ def predict(hardware: HardwareProfile, specs: tuple[TrajectorySpec, ...], arm: s
     On two replicas it matters by up to a factor of two which one a long group goes to, and both arms leave that to
     chance.
     """
-    study = Study(hardware=hardware, replicas=REPLICAS, loads=(1.0,), policies=(POLICIES[arm],), seeds=1)
-    draws = [simulate(study, POLICIES[arm], 0, specs, DRAWS * seed + draw) for draw in range(DRAWS)]
+    spec = POLICIES[arm]
+    study = Study(hardware=hardware, replicas=REPLICAS, loads=(1.0,), policies=(spec,), seeds=1)
+    draws = [simulate(study, spec, spec.variants[0], specs, DRAWS * seed + draw) for draw in range(DRAWS)]
     draws.sort(key=lambda outcome: outcome.makespan_s)
     return draws[DRAWS // 2].as_dict() | {"makespans_s": [outcome.makespan_s for outcome in draws]}
 

@@ -115,7 +115,7 @@ def test_a_loaded_fleet_is_served_to_the_end():
     specs = [spec(f"t{i}", prompt=640, turns=[(10, 0.5, 64)] * 3, group=f"g{i // 8}") for i in range(64)]
     hardware = machine(kv_capacity_tokens=64 * 100)
     fleet = Fleet(hardware=hardware, replicas=2)
-    policy = POLICIES["paper_like"].factories[0](context(specs, hardware))
+    policy = POLICIES["paper_like"].variants[0].new_policy(context(specs, hardware))
     outcome = Simulator(fleet, specs, policy).run()
     assert outcome.turns == 64 * 3
     assert outcome.held_turns > 0

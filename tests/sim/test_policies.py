@@ -26,7 +26,7 @@ def go(policy, name, **kwargs):
 
 
 def test_stock_is_the_real_workload_manager():
-    policy = up(POLICIES["stock"].factories[0](context()), "a", "b")
+    policy = up(POLICIES["stock"].variants[0].new_policy(context()), "a", "b")
     policy.on_step_begin(1, 2, 0.0)
     (start,) = policy.on_turn(turn("x"), 0.0)
     assert start.reason is Reason.LEAST_INFLIGHT

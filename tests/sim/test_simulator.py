@@ -57,7 +57,7 @@ def test_moves_are_counted():
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_does_the_same_work_and_repeats_itself(name):
     specs = generate(SHAPES["small"], 32, 1)
-    run = [simulate(specs, POLICIES[name].factories[0], CPU) for _ in range(2)]
+    run = [simulate(specs, POLICIES[name].variants[0].new_policy, CPU) for _ in range(2)]
     assert run[0] == run[1]
     assert run[0].turns == sum(len(item.turns) for item in specs)
     assert run[0].output_tokens == sum(item.output_tokens for item in specs)
@@ -68,7 +68,7 @@ def test_every_policy_does_the_same_work_and_repeats_itself(name):
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_survives_a_replica_that_dies(name):
     specs = generate(SHAPES["small"], 24, 2)
-    outcome = simulate(specs, POLICIES[name].factories[0], CPU, 3, down_at_s={0: 4.0})
+    outcome = simulate(specs, POLICIES[name].variants[0].new_policy, CPU, 3, down_at_s={0: 4.0})
     assert outcome.output_tokens == sum(item.output_tokens for item in specs)
     assert outcome.failed_turns > 0
 
@@ -81,7 +81,7 @@ def test_without_speculation_nothing_has_changed(name, load, makespan_s, prefill
     """Numbers of the simulator before it knew drafts, of rules that do not depend on how step times are priced."""
     specs = generate(SHAPES["small"], 2 * load, 1)
     setting = context(specs, CPU, 2, seed=1)
-    outcome = Simulator(Fleet(hardware=CPU, replicas=2), specs, POLICIES[name].factories[0](setting)).run()
+    outcome = Simulator(Fleet(hardware=CPU, replicas=2), specs, POLICIES[name].variants[0].new_policy(setting)).run()
     assert outcome.makespan_s == pytest.approx(makespan_s, rel=1e-12)
     assert (outcome.prefill_tokens, outcome.held_turns, outcome.moves) == (prefill_tokens, held_turns, moves)
     assert (outcome.drafted_tokens, outcome.accepted_tokens) == (0, 0)
@@ -171,7 +171,7 @@ def test_every_policy_goes_on_in_a_later_step(name):
     ]
     specs = generate(SHAPES["small"], 16, 4)
     fleet = Fleet(hardware=CPU, replicas=2)
-    policy = POLICIES[name].factories[0](context(specs, CPU))
+    policy = POLICIES[name].variants[0].new_policy(context(specs, CPU))
     before = Simulator(fleet, earlier, policy)
     before.run()
     outcome = Simulator(fleet, specs, policy, before).run()

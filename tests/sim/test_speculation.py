@@ -16,8 +16,10 @@ from verl_war.sim.draft_world import ACCEPTANCE, DraftTexts, DraftWorld, TurnDra
 from verl_war.sim.fleet import Fleet
 from verl_war.sim.hardware import PROFILES
 from verl_war.sim.policies.registry import POLICIES
+from verl_war.sim.policies.war import FIXED_LENGTHS
 from verl_war.sim.replica import Replica
 from verl_war.sim.request import Request
+from verl_war.sim.runner import Study, run_study
 from verl_war.sim.simulator import Simulator
 from verl_war.sim.speculation import Batch, Draft, OracleDrafts, PlannedDrafts, StepDrafts
 from verl_war.sim.workload import SHAPES, generate
@@ -28,13 +30,12 @@ NOTHING_FITS = DraftWorld(fresh_tokens=1e9, run_tokens=1, false_share=0.3, overr
 
 
 def run(arm, specs, hardware, replicas, world, seed=1):
-    if isinstance(arm, str):
-        arm = POLICIES[arm]
+    variant = POLICIES[arm].variants[0] if isinstance(arm, str) else arm
     setting = context(specs, hardware, replicas, seed)
     texts = DraftTexts(world, specs, seed)
-    new_drafter = None if arm.new_drafter is None else partial(arm.new_drafter, setting)
+    new_drafter = None if variant.new_drafter is None else partial(variant.new_drafter, setting)
     fleet = Fleet(hardware=hardware, replicas=replicas, texts=texts, new_drafter=new_drafter)
-    return Simulator(fleet, specs, arm.factories[0](setting)).run()
+    return Simulator(fleet, specs, variant.new_policy(setting)).run()
 
 
 class Script:
@@ -136,7 +137,7 @@ def test_the_planner_is_left_alone_for_three_steps_while_nothing_is_drafted():
     assert len(looks) == 4 + 9
 
 
-@pytest.mark.parametrize("name", [name for name, arm in POLICIES.items() if arm.new_drafter is not None])
+@pytest.mark.parametrize("name", [name for name, arm in POLICIES.items() if arm.variants[0].new_drafter is not None])
 @pytest.mark.parametrize("acceptance", ["peaked", "hot"])
 def test_all_arms_do_the_same_work_and_repeat_themselves(name, acceptance):
     specs = generate(SHAPES["small"], 24, 1)
@@ -145,6 +146,42 @@ def test_all_arms_do_the_same_work_and_repeat_themselves(name, acceptance):
     assert first.output_tokens == sum(item.output_tokens for item in specs)
     assert first.accepted_tokens > 0
     assert first.makespan_s >= ideal_makespan_s(CPU, 2, specs, texts=DraftTexts(ACCEPTANCE[acceptance], specs, 1))
+
+
+def study(acceptance, hardware=CPU):
+    return Study(hardware=hardware, replicas=1, loads=(32.0,), policies=(POLICIES["best_fixed"],), seeds=1,
+                 workload="small", acceptance=acceptance)  # fmt: skip
+
+
+@pytest.mark.parametrize("draft_token_s", [0.0, 0.01])
+def test_the_best_fixed_setting_is_the_fastest_of_them_all(draft_token_s):
+    setting = study("mixed", hardware=dataclasses.replace(CPU, draft_token_s=draft_token_s))
+    specs = generate(SHAPES["small"], 32, 1)
+    outcomes = {
+        variant: run(variant, specs, setting.hardware, 1, ACCEPTANCE["mixed"])
+        for variant in POLICIES["best_fixed"].variants
+    }
+    assert len(outcomes) == 2 * 5 == setting.count_runs() - 1
+    assert len({outcome.makespan_s for outcome in outcomes.values()}) > 5, "settings that change nothing"
+    best = min(outcomes.values(), key=lambda outcome: outcome.makespan_s)
+    assert (best.drafted_tokens > 0) == (draft_token_s == 0.0)
+    *_, last = (result for result in run_study(setting) if result is not None)
+    assert (last.policy, last.outcome) == ("best_fixed", best)
+
+
+def test_fixed_drafts_are_never_longer_and_always_made():
+    specs = generate(SHAPES["small"], 12, 1)
+    for variant, length in zip(POLICIES["best_fixed"].variants, [0, *FIXED_LENGTHS] * 2, strict=True):
+        outcome = run(variant, specs, CPU, 1, NOTHING_FITS)
+        assert (outcome.drafted_tokens > 0) == (length > 0)
+        if length:
+            drafter = variant.new_drafter(context(specs, CPU, 1, 1))
+            assert drafter.planner.limits.max_draft_tokens == length and drafter.planner.limits.mode == "always"
+
+
+def test_where_nothing_is_drafted_settings_of_drafts_are_not_tried():
+    assert study(None).count_runs() == 1 + 2
+    assert {result.policy for result in run_study(study(None)) if result is not None} == {"stock", "best_fixed"}
 
 
 def test_another_seed_is_another_text():
@@ -207,7 +244,7 @@ def test_a_fixed_threshold_loses_on_both_sides():
 
 def test_the_oracle_drafts_what_is_accepted_and_only_when_it_pays():
     specs = [spec("x", prompt=64, turns=[(500, 0.0, 0)])]
-    arm = dataclasses.replace(POLICIES["stock"], new_drafter=lambda setting: OracleDrafts(setting.hardware))
+    arm = POLICIES["stock"].variants[0]._replace(new_drafter=lambda setting: OracleDrafts(setting.hardware))
     outcome = run(arm, specs, CPU, 1, ACCEPTANCE["peaked"])
     assert outcome.accepted_tokens == outcome.drafted_tokens > 200
     assert run(arm, specs, dataclasses.replace(CPU, draft_step_s=1.0), 1, ACCEPTANCE["peaked"]).drafted_tokens == 0
@@ -230,7 +267,8 @@ def test_the_manager_hears_of_drafts_once_a_second():
         return managers[-1]
 
     specs = generate(SHAPES["small"], 32, 1)
-    outcome = run(dataclasses.replace(POLICIES["war"], factories=(manager,)), specs, CPU, 2, ACCEPTANCE["peaked"])
+    listening = POLICIES["war"].variants[0]._replace(new_policy=manager)
+    outcome = run(listening, specs, CPU, 2, ACCEPTANCE["peaked"])
     times = [now_s for name, _, now_s in heard if name == "replica-1"]
     assert times == pytest.approx([1.5 + second for second in range(len(times))])
     assert len(times) >= int(outcome.makespan_s) - 1
@@ -240,7 +278,7 @@ def test_the_manager_hears_of_drafts_once_a_second():
 
 def test_a_dead_replica_takes_its_drafts_along():
     specs = generate(SHAPES["small"], 24, 2)
-    arm, setting = POLICIES["war"], context(specs, CPU, 3, 1)
+    arm, setting = POLICIES["war"].variants[0], context(specs, CPU, 3, 1)
     fleet = Fleet(
         hardware=CPU,
         replicas=3,
@@ -248,6 +286,6 @@ def test_a_dead_replica_takes_its_drafts_along():
         texts=DraftTexts(ACCEPTANCE["peaked"], specs, 1),
         new_drafter=partial(arm.new_drafter, setting),
     )
-    outcome = Simulator(fleet, specs, arm.factories[0](setting)).run()
+    outcome = Simulator(fleet, specs, arm.new_policy(setting)).run()
     assert outcome.output_tokens == sum(item.output_tokens for item in specs)
     assert outcome.failed_turns > 0

@@ -17,7 +17,7 @@ from verl_war.sim.fleet import Fleet, Outcome
 from verl_war.sim.hardware import HardwareProfile
 from verl_war.sim.policies.base import PolicyContext
 from verl_war.sim.policies.clairvoyant import Clairvoyant
-from verl_war.sim.policies.registry import POLICIES, PolicySpec
+from verl_war.sim.policies.registry import POLICIES, PolicySpec, Variant
 from verl_war.sim.simulator import Simulator
 from verl_war.sim.trace import TrajectorySpec, read_trace
 from verl_war.sim.workload import SHAPES, SLOW_FACTOR, generate
@@ -76,8 +76,14 @@ class Study:
         return (POLICIES[BASE], *others)
 
     def count_runs(self) -> int:
-        """Simulations in all; the upper bound takes several."""
-        return len(self.loads) * self.seeds * sum(len(spec.factories) for spec in self.arms())
+        """Simulations in all; what is the best of several takes several."""
+        return len(self.loads) * self.seeds * sum(len(self.variants(spec)) for spec in self.arms())
+
+    def variants(self, spec: PolicySpec) -> tuple[Variant, ...]:
+        """What to run of a policy; where nothing is drafted, variants that differ in their drafts alone are one."""
+        if self.acceptance is not None:
+            return spec.variants
+        return tuple({variant.new_policy: variant for variant in spec.variants}.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +114,10 @@ def run_study(study: Study) -> Iterator[Run | None]:
             work: tuple[int, int, int] | None = None
             for spec in study.arms():
                 best: Outcome | None = None
-                for position in range(len(spec.factories)):
-                    if position:
+                for variant in study.variants(spec):
+                    if best is not None:
                         yield None
-                    outcome = simulate(study, spec, position, trajectories, seed, texts)
+                    outcome = simulate(study, spec, variant, trajectories, seed, texts)
                     if best is None or outcome.makespan_s < best.makespan_s:
                         best = outcome
                 assert best is not None
@@ -124,12 +130,12 @@ def run_study(study: Study) -> Iterator[Run | None]:
 def simulate(
     study: Study,
     spec: PolicySpec,
-    position: int,
+    variant: Variant,
     trajectories: tuple[TrajectorySpec, ...],
     seed: int,
     texts: DraftTexts | None = None,
 ) -> Outcome:
-    """One simulation, with the policy's factory at `position`; without `texts` nothing is drafted."""
+    """One simulation, of one of the policy's variants; without `texts` nothing is drafted."""
     slowdown = study.all_slowdowns
     context = PolicyContext(study.hardware, study.replicas, seed, trajectories, slowdown, study.war_settings)
     fleet = Fleet(
@@ -139,9 +145,9 @@ def simulate(
         slowdown=slowdown,
         misstated_capacity=study.misstated_capacity,
         texts=texts,
-        new_drafter=None if texts is None or spec.new_drafter is None else partial(spec.new_drafter, context),
+        new_drafter=None if texts is None or variant.new_drafter is None else partial(variant.new_drafter, context),
     )
-    policy = spec.factories[position](context)
+    policy = variant.new_policy(context)
     before: Simulator | None = None
     for step in range(0 if isinstance(policy, Clairvoyant) else study.earlier_steps):
         earlier = _earlier_step(study, len(trajectories), seed, step)

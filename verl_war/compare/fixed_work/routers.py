@@ -106,7 +106,7 @@ class PolicyRouter:
         self._servers = servers
         hardware = HardwareProfile(name="live", overlapped=False, base_s=1e-3, kv_capacity_tokens=kv_tokens)
         context = PolicyContext(hardware, len(servers), seed, specs)
-        self._manager = LivePolicy(POLICIES[policy].factories[0](context), list(servers), time.monotonic())
+        self._manager = LivePolicy(POLICIES[policy].variants[0].new_policy(context), list(servers), time.monotonic())
         self._pool = Pool(0, dict(servers), router=uuid4().hex)
         self._mailboxes: dict[str, Mailbox] = {}
         self._turns: Turns | None = None

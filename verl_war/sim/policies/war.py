@@ -31,6 +31,12 @@ THRESHOLD_REQUESTS = 16
 THRESHOLD: dict[str, Any] = {"speculation": {**ALWAYS, "max_batch": THRESHOLD_REQUESTS}}
 ALWAYS_LOADED: dict[str, Any] = {"regime": {"enter_kv_share": 0.0, "leave_kv_share": 0.0}}
 
+FIXED: dict[str, Any] = SCHEDULING | ALWAYS_LOADED | {"guard": {"enabled": False}}
+"""Placement and admission in force at any load."""
+
+FIXED_LENGTHS = (2, 4, 8, 16)
+"""Longest drafts of the fixed settings, from what pays in a large batch to what pays in a small one."""
+
 SUFFIX_PER_MATCH = 1.0
 """Draft tokens per matching token: `suffix_decoding_max_spec_factor` of vLLM 0.27.1, and the paper's SuffixDecoding."""
 
@@ -59,6 +65,11 @@ def planned_drafts(
     """The live drafter of one replica; None when the settings switch speculation off."""
     limits = war_config(context, settings).speculation
     return PlannedDrafts(limits, per_match) if limits.enabled else None
+
+
+def fixed_drafts(length: int) -> dict[str, Any]:
+    """Settings by which every request gets drafts of at most `length` tokens in every step."""
+    return {"speculation": {**SUFFIX["speculation"], "max_draft_tokens": length}}
 
 
 def oracle_drafts(context: PolicyContext) -> Drafter:
