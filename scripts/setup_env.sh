@@ -32,7 +32,8 @@ find_python() {
 # What the environment depends on: when it changes, the environment is brought up to date.
 wanted_stamp() {
     printf '%s\n' "$ROOT"
-    cat "$ROOT/setup.py" "$ROOT/pyproject.toml" "$ROOT/verl_war/version.py" "$ROOT"/verl_war/history/native/* | sha256sum
+    cat "$ROOT/setup.py" "$ROOT/pyproject.toml" "$ROOT/scripts/constraints.txt" "$ROOT/verl_war/version.py" \
+        "$ROOT"/verl_war/history/native/* | sha256sum
 }
 
 # interrupted PID: ends the process group of a step; what it did so far is kept.
@@ -106,7 +107,8 @@ make_environment() {
     command -v c++ >/dev/null || command -v g++ >/dev/null ||
         fail "no C++ compiler found; arctic-inference is built from source: install g++"
     with_progress "installing packages (4 GB, a few minutes; log: .venv/install.log)" \
-        "$VENV/bin/python" -m pip install --progress-bar off --editable "${ROOT}[cpu,recipes,test]"
+        "$VENV/bin/python" -m pip install --progress-bar off --constraint "$ROOT/scripts/constraints.txt" \
+        --editable "${ROOT}[cpu,recipes,test]"
     with_progress "checking torchvision, torchcodec and torchaudio" remove_misfits
 }
 
