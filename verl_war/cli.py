@@ -8,6 +8,10 @@ from collections.abc import Sequence
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("verl_war.doctor.command", "check packages, patches, machine and model"),
     "compare": ("verl_war.compare.command", "train with stock verl and with WAR, side by side"),
+    "unchanged": (
+        "verl_war.compare.unchanged.command",
+        "tell from a comparison whether WAR left the training as it was",
+    ),
     "simulate": ("verl_war.sim.command", "try routing and admission policies on a simulated fleet"),
     "report": ("verl_war.report.command", "show what happened in a run: a page of plots and a summary"),
     "top": ("verl_war.report.top", "watch a run from the journal that its router writes"),

@@ -39,6 +39,8 @@ LIVE_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 """Options of mode `live` alone, with what they are when not given."""
 
+TRIAL_CONTENT = "console.log, metrics/, trajectories/, checkpoints/, tensorboard/"
+
 NEEDED_MODULES = ("matplotlib", "tensorboard", "tqdm")
 
 
@@ -184,7 +186,9 @@ def write_report(plan: Plan, trials: list[Trial], stream: TextIO) -> None:
     stream.write(f"report:      {plan.out / 'report.md'} and report.json\n")
     stream.write(f"plots:       {', '.join(str(path) for path in plots)}\n")
     for trial in trials:
-        stream.write(f"{trial.name + ':':12} {trial.directory}/ (console.log, metrics/, checkpoints/, tensorboard/)\n")
+        stream.write(f"{trial.name + ':':12} {trial.directory}/ ({TRIAL_CONTENT})\n")
+    if len(plan.arms) == 2:
+        stream.write(f"is RL unchanged? verl-war unchanged {shlex.quote(str(plan.out))}\n")
 
 
 def _report(plan: Plan, trials: list[Trial], runs: Runs) -> dict[str, Any]:

@@ -32,6 +32,7 @@ OWNED_KEYS: dict[str, str] = {
     "rollout@actor_rollout_ref.rollout": "--arms",
     "trainer.total_training_steps": "--steps",
     "trainer.default_local_dir": "--out",
+    "trainer.rollout_data_dir": "--out",
     "trainer.resume_mode": "--fresh",
     "trainer.logger": "--out",
     "data.seed": "--seed",
@@ -83,6 +84,11 @@ class Trial:
     def checkpoints(self) -> Path:
         """verl's own checkpoints."""
         return self.directory / "checkpoints"
+
+    @property
+    def trajectories(self) -> Path:
+        """Text and numbers of all trajectories, a file per step; a step that is repeated replaces its file."""
+        return self.directory / "trajectories"
 
     @property
     def tensorboard(self) -> Path:
@@ -222,6 +228,7 @@ class Plan:
             "trainer.logger": "[console,file,tensorboard]",
             "trainer.experiment_name": f"{self.recipe}_{self.algorithm}_{trial.name}",
             "trainer.default_local_dir": trial.checkpoints,
+            "trainer.rollout_data_dir": trial.trajectories,
             "trainer.resume_mode": "auto",
             "trainer.save_freq": -(-self.steps // SAVES_PER_RUN),
             "trainer.max_actor_ckpt_to_keep": CHECKPOINTS_KEPT,

@@ -139,7 +139,7 @@ def _remove_results(out: Path) -> None:
         shutil.rmtree(state.parent)
     for name in ("data", "plots"):
         shutil.rmtree(out / name, ignore_errors=True)
-    for name in ("plan.json", "report.md", "report.json"):
+    for name in ("plan.json", "report.md", "report.json", "unchanged.txt", "unchanged.json", "unchanged.png"):
         (out / name).unlink(missing_ok=True)
 
 
