@@ -16,22 +16,26 @@ def batch():
     return SimpleNamespace(keys=keys, tags=[{}, {}, {}, {"is_padding": True}], partition_id="train")
 
 
-@pytest.fixture
-def data():
+@pytest.fixture(params=[(6, 4, 2, 0), (6, 6, 6, 6)], ids=["different-turns", "equal-turns"])
+def data(request):
     import torch
+    from tensordict import NonTensorData, NonTensorStack, TensorDict
 
     def nested(rows, dtype=torch.float32):
         return torch.nested.as_nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
 
-    return {
+    turns = request.param
+    all_equal = len(set(turns)) == 1
+    columns = {
         "prompts": nested([[1, 2], [1, 2], [1, 2, 3], [0]], torch.int64),
         "response_mask": nested([[1, 0, 1], [1, 1], [1], [0]], torch.int64),
         "rm_scores": nested([[0, 0, 0.5], [0, 1], [0.25], [0]]),
         "rollout_log_probs": nested([[-1, 0, -2], [-1, -1], [-3], [0]]),
         "old_log_probs": nested([[-1.5, 9, -2.25], [-1, -1], [-2.5], [0]]),
-        # verl's transfer queue gives columns that are no tensors as stacks with `tolist`.
-        "num_turns": torch.tensor([6, 4, 2, 0]),
+        # The two forms in which tensordict keeps a column of plain numbers.
+        "num_turns": NonTensorData(turns[0], batch_size=[4]) if all_equal else NonTensorStack(*turns),
     }
+    return TensorDict(columns, batch_size=[4])
 
 
 def trainer(has_log_probs):
@@ -45,7 +49,7 @@ def test_numbers_are_written_behind_verls_own_dump(monkeypatch, tmp_path, batch,
 
     def kv_batch_get(keys, partition_id, select_fields):
         assert (keys, partition_id) == (batch.keys, "train")
-        return {name: data[name] for name in select_fields}
+        return data.select(*select_fields)
 
     monkeypatch.setattr(transfer_queue, "kv_batch_get", kv_batch_get)
     calls = []
@@ -58,7 +62,7 @@ def test_numbers_are_written_behind_verls_own_dump(monkeypatch, tmp_path, batch,
     assert [row["key"] for row in rows] == ["a_0_0", "a_1_0", "b_0_0"]
     assert [row["reward"] for row in rows] == [0.5, 1.0, 0.25]
     assert [row["generated_tokens"] for row in rows] == [2, 2, 1]
-    assert [row["turns"] for row in rows] == [6, 4, 2]
+    assert [row["turns"] for row in rows] == data.get("num_turns").tolist()[:3]
     assert rows[0]["prompt"] == rows[1]["prompt"] != rows[2]["prompt"]
     if has_log_probs:
         # What the tools said is masked: its 9 does not count.

@@ -40,7 +40,8 @@ def lines(keys: list[str], tags: list[dict[str, Any]], data: Any) -> Iterator[di
     distance between log-probs of rollout and actor, over the generated tokens.
     """
     columns = {name: data[name].unbind() for name in data.keys() if name != "num_turns"}
-    turns = data["num_turns"].tolist()
+    # `data["num_turns"]` would be a list or, where all are equal, a single number.
+    turns = data.get("num_turns").tolist()
     for row, (key, tag) in enumerate(zip(keys, tags, strict=True)):
         if tag.get("is_padding", False):
             continue
