@@ -94,7 +94,7 @@ class FakeServer:
             self.engine_steps += 20
             self.computed_tokens += 20
             self.busy_s += self.delay_s
-            del self.running[request_id]
+            self.running.pop(request_id, None)
 
     async def war_share_with(self, peers):
         self.peers = peers
@@ -110,6 +110,11 @@ class FakeServer:
     async def abort_request(self, request_id, reset_prefix_cache=True):
         assert not reset_prefix_cache, "it would cost all others their cache"
         self.aborted.append(request_id)
+        self.running.pop(request_id, None)
+
+    async def war_wait_for_engine(self):
+        while self.is_mute or self.is_hung:
+            await asyncio.sleep(0.01)
 
     async def war_snapshot(self):
         from verl_war.core.types import ReplicaSnapshot

@@ -231,12 +231,13 @@ async def test_a_replica_that_hangs_leaves_the_pool_and_returns_when_it_goes_on(
     rig, client = await full_rig(make_rig, replicas=2, replica_hang_s=0.5)
     server = rig.servers["r0"].target
     others = asyncio.ensure_future(keep_working(rig.servers["r1"].target))
-    server.is_mute = hang == "no answer"
+    server.is_mute, server.is_hung = hang == "no answer", hang == "no iteration"
     await until(lambda: "r0" not in rig.war_router._pool.servers)
     assert [record.message for record in caplog.records if "replica r0: up -> down" in record.message]
+    await until(lambda: not server.running)
     await asyncio.sleep(0.3)
-    assert "r0" not in rig.war_router._pool.servers, "it did not go on yet"
-    server.is_mute = False
+    assert "r0" not in rig.war_router._pool.servers, "it has nothing to do any more, but did not go on yet"
+    server.is_mute = server.is_hung = False
     goes_on = asyncio.ensure_future(keep_working(server))
     await until(lambda: "r0" in rig.war_router._pool.servers)
     assert [record.message for record in caplog.records if "replica r0: down -> up" in record.message]
@@ -282,13 +283,14 @@ async def test_held_turns_fail_at_once_when_the_last_replica_is_dead(make_rig, f
 async def test_turns_wait_for_the_only_replica_when_it_hangs(make_rig, fast):
     rig, client = await full_rig(make_rig, replica_hang_s=0.3)
     server = rig.servers["r0"].target
+    server.is_hung = True
     await until(lambda: not rig.war_router._pool.servers)
     late = ask(client, "late", tokens=10)
     await asyncio.sleep(0.1)
     assert not late.done()
     # Which of the two starts first depends on when the other one asks again; it gives its place to the other.
     late.add_done_callback(lambda _: client.end_trajectory("late", failed=False))
-    server.delay_s = 0.0
+    server.delay_s, server.is_hung = 0.0, False
     working = asyncio.ensure_future(keep_working(server))
     await until(lambda: any(turn["prompt_ids"] == list(range(800)) for turn in server.served[1:]))
     client.end_trajectory("first0", failed=False)  # its turn was asked again

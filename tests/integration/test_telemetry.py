@@ -41,7 +41,7 @@ def record(engine, usage=0.5, preempted=0, running=3, waiting=1, computed=0, gen
 READINGS = """
 assert loggers.load_stat_logger_plugin_factories() == [], "an engine that does not serve WAR gets nothing"
 try:
-    telemetry.snapshot(has_requests=True)
+    telemetry.snapshot(unfinished_requests=1)
 except RuntimeError as error:
     assert "vllm_stat_logger" in str(error)
 else:
@@ -52,7 +52,7 @@ assert isinstance(engine, loggers.PrometheusStatLogger), "vLLM would add its own
 record(engine, usage=0.75, preempted=2, computed=100, generated=1)
 record(engine, usage=0.25, preempted=1, generated=3, again=(50, 20))
 engine.record(None, None)
-first, second = telemetry.snapshot(True), telemetry.snapshot(True)
+first, second = telemetry.snapshot(4), telemetry.snapshot(4)
 assert (first.running_requests, first.waiting_requests, first.kv_usage, first.kv_usage_peak) == (3, 1, 0.25, 0.75)
 assert (first.kv_capacity_tokens, first.preemptions, first.engine_steps) == (160, 3, 2)
 assert first.computed_tokens == 100 + 1 + 3 + 30, "prefill, decode, and what a preemption had computed again"
@@ -60,9 +60,12 @@ assert first.kv_token_steps == 160.0
 assert first.row_steps == 1 + 3
 assert second.kv_usage_peak == 0.25, "the peak's window starts anew"
 record(engine, usage=0.25, generated=9, accepted=6)
-assert telemetry.snapshot(True).row_steps == 1 + 3 + 3, "what was accepted took no row of its own"
-third = telemetry.snapshot(has_requests=False)
-assert (third.running_requests, third.waiting_requests) == (0, 0), "aborted while the engine was paused"
+assert telemetry.snapshot(4).row_steps == 1 + 3 + 3, "what was accepted took no row of its own"
+third = telemetry.snapshot(0)
+assert third.is_idle and third.running_requests == 0, "aborted while the engine was paused"
+record(engine, running=0, waiting=0)
+fourth = telemetry.snapshot(2)
+assert (fourth.running_requests, fourth.waiting_requests) == (0, 2) and not fourth.is_idle, "it hung while idle"
 """
 
 BUSY = """

@@ -90,7 +90,7 @@ class ReplicaSnapshot:
 
     Attributes:
         running_requests: Requests in the running batch.
-        waiting_requests: Requests queued in the engine.
+        waiting_requests: Requests that the engine was given and does not run.
         kv_usage: Share of KV blocks in use, 0 to 1.
         kv_usage_peak: Highest `kv_usage` since the snapshot before.
         kv_capacity_tokens: Tokens that fit in the KV cache.
@@ -113,6 +113,11 @@ class ReplicaSnapshot:
     kv_token_steps: float = 0.0
     busy_s: float = 0.0
     row_steps: float = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the engine has nothing to do."""
+        return self.running_requests + self.waiting_requests == 0
 
     def __post_init__(self) -> None:
         for name in (

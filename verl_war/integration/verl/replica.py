@@ -88,7 +88,7 @@ class WarHttpServer(vLLMHttpServer):
             ReplicaFailedError: The engine is dead: its last readings are of no use.
         """
         await self.war_check_alive()
-        return telemetry.snapshot(has_requests=self.engine.output_processor.has_unfinished_requests())
+        return telemetry.snapshot(self.engine.output_processor.get_num_unfinished_requests())
 
     async def war_share_with(self, peers: list[Any]) -> None:
         """Send new text of this replica to these servers from now on."""
@@ -122,6 +122,17 @@ class WarHttpServer(vLLMHttpServer):
         """
         if self.engine.errored:
             raise self._dead()
+
+    async def war_wait_for_engine(self) -> None:
+        """Answer when the engine does: this process goes on while that one hangs.
+
+        Raises:
+            ReplicaFailedError: The engine is dead.
+        """
+        try:
+            await self.engine.collective_rpc("check_health")
+        except EngineDeadError as error:
+            raise self._dead() from error
 
     def _dead(self) -> ReplicaFailedError:
         return ReplicaFailedError(f"the vLLM engine of replica {self.replica_rank} is dead; its own log says why")

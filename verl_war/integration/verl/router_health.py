@@ -116,7 +116,10 @@ class ReplicaHealth:
             self._down(replica_id, watched, cause, is_gone=True)
 
     async def verify(self, replica_id: str, cause: str) -> bool:
-        """A client waited in vain. Look twice; True when the replica is up nevertheless."""
+        """A client waited in vain. Look twice; True when the replica is up nevertheless.
+
+        The client has taken its turn back, so that an engine that hangs may read like one that has nothing to do.
+        """
         watched = self._watched.get(replica_id)
         if watched is None or watched.down_cause:
             return False
@@ -124,14 +127,15 @@ class ReplicaHealth:
         for look in range(2):
             if look:
                 await asyncio.sleep(min(SECOND_LOOK_S, self._hang_s))
-            snapshot = await self._read(replica_id, watched, min(SECOND_LOOK_S, self._hang_s))
+            patience_s = min(SECOND_LOOK_S, self._hang_s)
+            snapshot = await self._read(replica_id, watched, patience_s, with_engine=True)
             if watched.down_cause:
                 return False
             if snapshot is not None:
-                steps.append((snapshot.engine_steps, snapshot.running_requests))
+                steps.append((snapshot.engine_steps, snapshot.is_idle))
         if not steps:
             self._down(replica_id, watched, f"{cause}; it does not answer", is_gone=False)
-        elif len(steps) == 2 and steps[0][0] == steps[1][0] and min(steps[0][1], steps[1][1]) > 0:
+        elif len(steps) == 2 and steps[0][0] == steps[1][0] and not (steps[0][1] or steps[1][1]):
             self._down(replica_id, watched, f"{cause}; its engine finishes no iterations", is_gone=False)
         return not watched.down_cause
 
@@ -150,16 +154,22 @@ class ReplicaHealth:
         """Read one replica for as long as it is in the pool or could come back to it."""
         while not watched.is_gone and (self._is_polling or watched.down_cause):
             begin_s = time.monotonic()
-            await self._read(replica_id, watched, None)
+            # Its turns are asked again elsewhere: a broken replica that has nothing to do is not one that goes on.
+            await self._read(replica_id, watched, None, with_engine=bool(watched.down_cause))
             await asyncio.sleep(max(0.0, begin_s + self._interval_s() - time.monotonic()))
 
     def _interval_s(self) -> float:
         return max(CALM_POLL_EVERY_S if self._is_calm() else POLL_EVERY_S, len(self._watched) / POLLS_PER_S)
 
-    async def _read(self, replica_id: str, watched: Watched, timeout_s: float | None) -> ReplicaSnapshot | None:
-        """One reading; None when there is none. Without time limit it waits, and counts the waiting as a hang."""
+    async def _read(
+        self, replica_id: str, watched: Watched, timeout_s: float | None, with_engine: bool = False
+    ) -> ReplicaSnapshot | None:
+        """One reading; None when there is none. Without time limit it waits, and counts the waiting as a hang.
+
+        `with_engine`: only once the engine answers, too, and not only its server.
+        """
         try:
-            call = asyncio.ensure_future(watched.server.war_snapshot.remote())
+            call = asyncio.ensure_future(_reading(watched.server, with_engine))
             patience_s = timeout_s or min(max(STALE_AFTER_S, 3 * self._interval_s()), self._hang_s)
             while not (await asyncio.wait((call,), timeout=patience_s))[0]:
                 self._miss(replica_id, watched)
@@ -184,7 +194,7 @@ class ReplicaHealth:
             return
         now_s = time.monotonic()
         watched.answered_s = now_s
-        has_progress = snapshot.engine_steps != watched.engine_steps or snapshot.running_requests == 0
+        has_progress = snapshot.engine_steps != watched.engine_steps or snapshot.is_idle
         # After a silence the first reading shows nothing yet: it only says from where to count.
         is_first, watched.engine_steps = watched.engine_steps < 0, snapshot.engine_steps
         if has_progress:
@@ -233,6 +243,13 @@ class ReplicaHealth:
         watched.down_cause = ""
         logger.warning("replica %s: down -> up (%s)", replica_id, cause)
         self._on_up(replica_id)
+
+
+async def _reading(server: Any, with_engine: bool) -> ReplicaSnapshot:
+    if with_engine:
+        await server.war_wait_for_engine.remote()
+    snapshot: ReplicaSnapshot = await server.war_snapshot.remote()
+    return snapshot
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

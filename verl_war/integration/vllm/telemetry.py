@@ -31,19 +31,20 @@ def stat_logger_factories() -> list[type]:
     return [] if _export_prometheus is None else [EngineTelemetry]
 
 
-def snapshot(has_requests: bool) -> ReplicaSnapshot:
+def snapshot(unfinished_requests: int) -> ReplicaSnapshot:
     """Readings of this process's engine. Starts a new window for the KV usage peak.
 
     Args:
-        has_requests: Whether the engine's front end knows unfinished requests. An engine whose requests were aborted
-            while it is paused, as trainers do before a weight update, reports no iteration that would say so.
+        unfinished_requests: Those that the engine's front end knows. An engine whose requests were aborted while it is
+            paused, as trainers do before a weight update, reports no iteration that would say so; nor does one that
+            hung before it was given requests.
 
     Raises:
         RuntimeError: No engine has reported to this process.
     """
     if _active is None:
         raise RuntimeError("no engine reports its statistics in this process: the patch vllm_stat_logger did not apply")
-    return _active.take_snapshot(has_requests)
+    return _active.take_snapshot(unfinished_requests)
 
 
 @dataclass(slots=True)
@@ -159,17 +160,18 @@ class EngineTelemetry(PrometheusStatLogger):
         if self._export:
             super().record_sleep_state(sleep, level)
 
-    def take_snapshot(self, has_requests: bool) -> ReplicaSnapshot:
+    def take_snapshot(self, unfinished_requests: int) -> ReplicaSnapshot:
         """Readings now; over data-parallel engines counts add up and the usage is the mean."""
-        if not has_requests:
+        if not unfinished_requests:
             for clock in self._clocks.values():
                 clock.on_idle(time.perf_counter())
         engines = list(self._scheduler.values())
         usage = sum(stats.kv_cache_usage for stats in engines) / max(1, len(engines))
         peak, self._kv_usage_peak = self._kv_usage_peak, usage
+        running = min(unfinished_requests, sum(stats.num_running_reqs for stats in engines))
         return ReplicaSnapshot(
-            running_requests=sum(stats.num_running_reqs for stats in engines) if has_requests else 0,
-            waiting_requests=sum(stats.num_waiting_reqs for stats in engines) if has_requests else 0,
+            running_requests=running,
+            waiting_requests=unfinished_requests - running,
             kv_usage=usage,
             kv_usage_peak=max(peak, usage),
             kv_capacity_tokens=self._kv_capacity_tokens,
