@@ -15,6 +15,7 @@ class Server:
     def __init__(self, answer=None):
         self.answer = answer
         self.steps = []
+        self.got_all = asyncio.Event()
 
     async def war_check_alive(self):
         if self.answer == "dead engine":
@@ -25,8 +26,17 @@ class Server:
     async def collective_rpc(self, method, timeout, args, kwargs):
         if self.answer == "refusal":
             raise ValueError("size mismatch for layer 0")
+        if self.answer == "death":
+            from vllm.v1.engine.exceptions import EngineDeadError
+
+            await asyncio.sleep(1.0)
+            raise EngineDeadError
         if self.answer == "silence":
             await asyncio.sleep(3600)
+        await self.got_all.wait()
+
+    async def has_got_all(self):
+        self.got_all.set()
 
     async def clear_kv_cache(self):
         pass
@@ -38,7 +48,7 @@ class Server:
         return self.steps
 
 
-def receiver(address):
+def receiver(address, server):
     """The engine's side of the transfer: takes everything."""
     import zmq
 
@@ -48,6 +58,7 @@ def receiver(address):
         message = socket.recv_pyobj()
         socket.send(b"")
         if message.get("is_last"):
+            server.has_got_all.remote()
             socket.close()
             return
 
@@ -85,7 +96,7 @@ async def make(cluster, tmp_path, answer):
 
 async def test_a_working_replica_gets_them(cluster, tmp_path):
     it, server = await make(cluster, tmp_path, None)
-    thread = threading.Thread(target=receiver, args=(it.zmq_handle,))
+    thread = threading.Thread(target=receiver, args=(it.zmq_handle, server))
     thread.start()
     gathered = []
     await it.update_weights(weights(gathered), global_steps=4)
@@ -102,11 +113,15 @@ async def test_a_replica_whose_server_is_gone_is_left_out(cluster, tmp_path, cap
     assert gathered == list(range(6)) and "replica 0" in caplog.text
 
 
-@pytest.mark.parametrize("answer", ["dead engine", "silence"])
-async def test_a_replica_that_cannot_take_them_never_serves_again(cluster, tmp_path, caplog, answer):
+@pytest.mark.parametrize(
+    ("answer", "hang_s"),
+    [("dead engine", 3600.0), ("silence", 1.0), ("death", 3600.0)],
+)
+async def test_a_replica_that_cannot_take_them_never_serves_again(cluster, tmp_path, caplog, answer, hang_s):
     from ray.exceptions import RayActorError
 
     it, server = await make(cluster, tmp_path, answer)
+    it._hang_s = hang_s
     it._ensure_server_handle()
     gathered = []
     await asyncio.wait_for(it.update_weights(weights(gathered), global_steps=4), 30)
@@ -118,6 +133,7 @@ async def test_a_replica_that_cannot_take_them_never_serves_again(cluster, tmp_p
 
 async def test_a_replica_that_refuses_them_stops_the_run_with_its_reason(cluster, tmp_path):
     it, _ = await make(cluster, tmp_path, "refusal")
+    it._hang_s = 3600.0
     gathered = []
     with pytest.raises(RuntimeError, match="replica 0 refused the weights of step 4.*size mismatch for layer 0"):
         await asyncio.wait_for(it.update_weights(weights(gathered), global_steps=4), 30)

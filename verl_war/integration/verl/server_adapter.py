@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -28,18 +30,61 @@ logger = logging.getLogger(__name__)
 LOST_ERRORS = (*GONE_ERRORS, EngineDeadError, asyncio.TimeoutError)
 
 
-class PatientSender(BucketedWeightSender):  # type: ignore[misc]
-    """verl's sender, whose patience ends: `zmq.Again` is raised when the engine takes nothing for `patience_s`."""
+LOOK_EVERY_S = 0.5
+"""How long a dead engine goes unnoticed while it is sent weights."""
 
-    def __init__(self, patience_s: float, **kwargs: Any) -> None:
+
+class PatientSocket:
+    """What verl's sender does with its socket; `zmq.Again` is raised when nobody takes or answers for `patience_s`.
+
+    Args:
+        socket: Of a training rank.
+        patience_s: From each message on.
+        is_over: Whether the engine's call has ended, after which it takes and answers nothing.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], patience_s: float, is_over: Callable[[], bool]) -> None:
+        self._socket = socket
+        self._patience_s = patience_s
+        self._is_over = is_over
+        socket.setsockopt(zmq.LINGER, 0)
+
+    def send_pyobj(self, message: Any) -> None:
+        """Send; without a receiver, sending waits too."""
+        self._wait(zmq.POLLOUT)
+        self._socket.send_pyobj(message)
+
+    def recv(self) -> bytes:
+        """The engine's answer."""
+        self._wait(zmq.POLLIN)
+        return self._socket.recv()
+
+    def close(self) -> None:
+        """Drop what was not taken."""
+        self._socket.close()
+
+    def _wait(self, event: int) -> None:
+        deadline_s = time.monotonic() + self._patience_s
+        while True:
+            # Before the look: what a call leaves behind at its end is there by then.
+            is_last_look = self._is_over() or time.monotonic() >= deadline_s
+            if self._socket.poll(1000 * min(LOOK_EVERY_S, self._patience_s), event):
+                return
+            if is_last_look:
+                raise zmq.Again
+
+
+class PatientSender(BucketedWeightSender):  # type: ignore[misc]
+    """verl's sender with a `PatientSocket`."""
+
+    def __init__(self, patience_s: float, is_over: Callable[[], bool], **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._patience_s = patience_s
+        self._is_over = is_over
 
     def _init_socket(self) -> None:
         super()._init_socket()
-        for option in (zmq.RCVTIMEO, zmq.SNDTIMEO):  # without a receiver, sending waits too
-            self.socket.setsockopt(option, int(1000 * self._patience_s))
-        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket = PatientSocket(self.socket, self._patience_s, self._is_over)
 
 
 class WarServerAdapter(ServerAdapter):  # type: ignore[misc]
@@ -91,8 +136,9 @@ class WarServerAdapter(ServerAdapter):  # type: ignore[misc]
         )
         bucket_size_mb = self.config.checkpoint_engine.update_weights_bucket_megabytes
         sender = PatientSender(
-            self._hang_s, zmq_handle=self.zmq_handle, bucket_size_mb=bucket_size_mb, use_shm=self.use_shm
-        )
+            self._hang_s, lambda: call is not None and bool(ray.wait([call], timeout=0)[0]),
+            zmq_handle=self.zmq_handle, bucket_size_mb=bucket_size_mb, use_shm=self.use_shm,
+        )  # fmt: skip
         try:
             await sender.async_send_weights(weights)
             if call is not None:
