@@ -27,7 +27,9 @@ def data(request):
     turns = request.param
     all_equal = len(set(turns)) == 1
     columns = {
-        "prompts": nested([[1, 2], [1, 2], [1, 2, 3], [0]], torch.int64),
+        # Agents may begin all tasks with the same words.
+        "prompts": nested([[1, 2], [1, 2], [1, 2], [0]], torch.int64),
+        "index": NonTensorStack(3, 3, 5, 3),
         "response_mask": nested([[1, 0, 1], [1, 1], [1], [0]], torch.int64),
         "rm_scores": nested([[0, 0, 0.5], [0, 1], [0.25], [0]]),
         "rollout_log_probs": nested([[-1, 0, -2], [-1, -1], [-3], [0]]),

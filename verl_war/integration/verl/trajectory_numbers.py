@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-FIELDS = ["prompts", "response_mask", "rm_scores", "num_turns"]
+FIELDS = ["prompts", "index", "response_mask", "rm_scores", "num_turns"]
 LOG_PROB_FIELDS = ["rollout_log_probs", "old_log_probs"]
 
 
@@ -36,19 +36,21 @@ def write(batch: Any, folder: str, step: int, has_log_probs: bool) -> None:
 def lines(keys: list[str], tags: list[dict[str, Any]], data: Any) -> Iterator[dict[str, Any]]:
     """One dictionary per trajectory, without the rows that verl adds to fill the batch.
 
-    `prompt` is a digest of the prompt's tokens, the same in all runs; `log_prob_diff_mean` and `_max` are those of the
+    `prompt` tells tasks apart, and is the same in all runs: a digest of the row of the dataset and of the prompt's
+    tokens, since agents may begin all tasks with the same words. `log_prob_diff_mean` and `_max` are those of the
     distance between log-probs of rollout and actor, over the generated tokens.
     """
-    columns = {name: data[name].unbind() for name in data.keys() if name != "num_turns"}
+    numbers = ("index", "num_turns")
+    columns = {name: data[name].unbind() for name in data.keys() if name not in numbers}
     # `data["num_turns"]` would be a list or, where all are equal, a single number.
-    turns = data.get("num_turns").tolist()
+    index, turns = (data.get(name).tolist() for name in numbers)
     for row, (key, tag) in enumerate(zip(keys, tags, strict=True)):
         if tag.get("is_padding", False):
             continue
         mask = columns["response_mask"][row].bool()
         line = {
             "key": key,
-            "prompt": hashlib.sha256(repr(columns["prompts"][row].tolist()).encode()).hexdigest()[:16],
+            "prompt": _digest(index[row], columns["prompts"][row].tolist()),
             "reward": float(columns["rm_scores"][row].sum()),
             "generated_tokens": int(mask.sum()),
             "turns": int(turns[row]),
@@ -57,3 +59,7 @@ def lines(keys: list[str], tags: list[dict[str, Any]], data: Any) -> Iterator[di
             distance = (columns["rollout_log_probs"][row] - columns["old_log_probs"][row]).abs()[mask]
             line |= {"log_prob_diff_mean": float(distance.mean()), "log_prob_diff_max": float(distance.max())}
         yield line
+
+
+def _digest(index: int, tokens: list[int]) -> str:
+    return hashlib.sha256(repr((index, tokens)).encode()).hexdigest()[:16]
