@@ -14,6 +14,8 @@ LATER_MEMORY_TOKENS = 200.0
 """Drafts, and verified positions behind the first, that a class remembers: a collapse is noticed within 200 drafts, and
 a probability near 0.5 is known to 6% and 4%."""
 
+_KEEP_FIRST = 1.0 - 1.0 / FIRST_MEMORY_DRAFTS
+
 PRIOR_TOKENS = 6.0
 """Weight of the prior, in verified positions; it is forgotten like measurements are."""
 
@@ -88,14 +90,15 @@ class AcceptanceTable:
         """Count one verified draft: ``accepted`` of its ``drafted`` tokens, the first wrong one ends it."""
         if drafted < 1:
             return
+        # Called for every row of every step, so nothing is called here.
         row = self._classes[kind]
-        later_trials = min(accepted, drafted - 1)
-        row.scale(1.0 - 1.0 / FIRST_MEMORY_DRAFTS, max(0.0, 1.0 - later_trials / LATER_MEMORY_TOKENS))
-        row.first_trials += 1.0
-        row.later_trials += later_trials
-        if accepted > 0:
-            row.first_hits += 1.0
-            row.later_hits += accepted - 1
+        row.first_trials = row.first_trials * _KEEP_FIRST + 1.0
+        row.first_hits = row.first_hits * _KEEP_FIRST + (accepted > 0)
+        later_trials = accepted if accepted < drafted else drafted - 1
+        if later_trials:
+            keep = 1.0 - later_trials / LATER_MEMORY_TOKENS
+            row.later_trials = row.later_trials * keep + later_trials
+            row.later_hits = row.later_hits * keep + accepted - 1
 
     def observe_mix(self, counts: Mapping[int, int], total: int) -> None:
         """Count the look-ups of one step by class; ``total`` includes those that found nothing."""

@@ -166,8 +166,10 @@ class DecodeTime:
 
     def _drafts_s(self, bucket: _Bucket | None, rows: int, plain_s: float) -> tuple[float, float, float]:
         """What drafts cost once, by drafting row and by token."""
-        linear = self.fit.value().draft_cost(rows, 0.0)
-        prior = (linear.any_draft_s, linear.row_s, linear.token_s)
+        if bucket is not None and bucket.drafts.count and not bucket.drafts.is_due:
+            return bucket.drafts_s
+        model = self.fit.value()
+        prior = (model.draft_s + model.draft_row_s * rows, 0.0, model.draft_token_s)
         if not self.fit.has_drafts:
             # Drafts that a profile makes dear would never be tried, and the profile never be found wrong.
             unknown = UNKNOWN_MACHINE.draft_cost(rows, 0.0)
@@ -175,9 +177,8 @@ class DecodeTime:
             return min(prior[0], unknown.any_draft_s * share), 0.0, min(prior[2], unknown.token_s * share)
         if bucket is None or not bucket.drafts.count:
             return prior
-        if bucket.drafts.is_due:
-            scale = (max(prior[0], 0.01 * plain_s), max(prior[2], 0.001 * plain_s), max(prior[2], 0.001 * plain_s))
-            bucket.drafts_s = bucket.drafts.solve(prior, scale)  # type: ignore[assignment]
+        scale = (max(prior[0], 0.01 * plain_s), max(prior[2], 0.001 * plain_s), max(prior[2], 0.001 * plain_s))
+        bucket.drafts_s = bucket.drafts.solve(prior, scale)  # type: ignore[assignment]
         return bucket.drafts_s
 
     def _observe_plain(self, rows: int, kv_tokens: float, seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -226,10 +227,8 @@ class DraftPlanner:
         self._is_for_gain = False
         if self.limits.mode == "always":
             return list(lengths)
-        counts: dict[int, int] = {}
-        for kind in kinds:
-            if kind >= 0:
-                counts[kind] = counts.get(kind, 0) + 1
+        counts = Counter(kinds)
+        counts.pop(-1, None)
         cost = self.step_time.cost(rows, kv_tokens)
         none = [0] * len(lengths)
         if not counts or cost is None:
@@ -242,7 +241,11 @@ class DraftPlanner:
         budget = best_budget(cost, rows, list(counts.items()), rates, self._cap(rows))
         if not budget.lengths:
             return none
-        chosen = [min(length, budget.lengths.get(kind, 0)) for kind, length in zip(kinds, lengths, strict=True)]
+        longest = budget.lengths
+        chosen = [
+            (length if length < longest[kind] else longest[kind]) if kind in longest else 0
+            for kind, length in zip(kinds, lengths, strict=True)
+        ]
         return chosen if probing or self._pays(rows, cost, kinds, chosen, rates) else none
 
     def observe_draft(self, kind: int, drafted: int, accepted: int) -> None:
@@ -339,13 +342,9 @@ class DraftPlanner:
         rates: dict[int, tuple[float, float]],
     ) -> bool:
         """Whether drafts of these very lengths are faster than none; those found may be shorter than was wished."""
-        by_length: dict[tuple[int, int], int] = {}
-        for pair in zip(kinds, chosen, strict=True):
-            if pair[1]:
-                by_length[pair] = by_length.get(pair, 0) + 1
-        accepted = sum(n * expected_accepted(*rates[kind], length) for (kind, length), n in by_length.items())
-        tokens = sum(n * length for (_, length), n in by_length.items())
-        seconds = cost.plain_s + cost.extra_s(sum(by_length.values()), tokens)
+        by_length = Counter(zip(kinds, chosen, strict=True))
+        accepted = sum(n * expected_accepted(*rates[kind], length) for (kind, length), n in by_length.items() if length)
+        seconds = cost.plain_s + cost.extra_s(len(chosen) - chosen.count(0), sum(chosen))
         return (rows + accepted) * cost.plain_s > rows * seconds
 
 
