@@ -12,12 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.core.test_guard import Run
 from tests.core.world import CONFIGS, KINDS, STEPS_S, World
 from verl_war.core.config import RegimeConfig
 from verl_war.core.fleet import Conversation, Fleet
 from verl_war.core.journal import manager_of, replay
 from verl_war.core.regime import FleetLoad
-from verl_war.core.speculation import KEEP_GAIN_SHARE, DraftPlanner, expected_accepted
+from verl_war.core.speculation import KEEP_GAIN_SHARE, DraftPlanner, expected_accepted, kv_limit
 from verl_war.core.speculation_limits import SpeculationLimits
 
 CHECKED = settings(
@@ -98,7 +99,8 @@ def test_the_same_decisions_come_out_of_files_in_a_process_that_hashes_strings_d
 MODES = ("auto", "auto", "auto", "always", "off")
 BATCHES = (0, 1, 2, 7, 8, 33, 300)
 PLAIN_S = (0.01, 0.02, 1e-9, 10.0)
-DRAFT_S = (0.0, 1e-4, 0.1)
+DRAFT_S = ((0.0, 0.0), (0.0, 1e-4), (0.01, 0.0), (0.1, 0.1))
+"""What drafts add to a step, and what each of their tokens adds."""
 
 
 class Engine:
@@ -136,7 +138,8 @@ class Engine:
                 planner.observe_draft(kind, length, min(length, accepted))
         accepted_tokens = sum(min(length, accepted) for length in lengths)
         drafting = sum(length > 0 for length in lengths)
-        seconds = plain_s + draft_s * sum(lengths)
+        any_s, token_s = draft_s
+        seconds = plain_s + (any_s + token_s * sum(lengths) if drafting else 0.0)
         planner.observe_step(rows=rows, kv_tokens=500.0 * rows, drafting_rows=drafting, draft_tokens=sum(lengths),
                              accepted_tokens=accepted_tokens, seconds=seconds)  # fmt: skip
         self.now_s += seconds
@@ -148,7 +151,8 @@ class Engine:
         drafts = [pair for pair in zip(kinds, lengths, strict=True) if pair[1]]
         accepted = sum(expected_accepted(*rates(kind), length) for kind, length in drafts)
         cost = self.planner.step_time.cost(rows, 500.0 * rows)
-        return (rows + accepted) / (cost.plain_s + cost.extra_s(len(drafts), sum(lengths))) > rows / cost.plain_s
+        seconds = cost.plain_s + cost.extra_s(len(drafts), sum(lengths))
+        return (rows + accepted) * cost.plain_s > rows * seconds * (1 - 1e-9)  # summed in another order
 
     def check(self, before, switches):
         planner, limits = self.planner, self.planner.limits
@@ -176,6 +180,7 @@ CHANGE = st.one_of(st.sampled_from(MODES), st.just("weights"), st.floats(-50.0, 
 @given(
     events=st.lists(st.one_of(STEP, STEP, STEP, CHANGE), min_size=6, max_size=15),
     dwell_s=st.sampled_from((0.0, 0.5, 10.0)),
+    min_gain=st.sampled_from((0.0, 0.03, 2.0)),
     max_batch=st.sampled_from((4, 256)),
     max_step_draft_tokens=st.sampled_from((1, 40, 1024)),
 )
@@ -193,6 +198,34 @@ def test_drafts_keep_their_limits_and_the_regime_its_dwell(events, **limits):
         else:
             engine.planner.set_limits(dataclasses.replace(engine.planner.limits, mode=event))
             engine.switched_s = -math.inf  # to be told is another matter
+
+
+@CHECKED
+@given(wanted=st.integers(0, 64), rows=st.integers(1, 300), free_blocks=st.integers(0, 2_000), block=st.integers(1, 64))
+def test_drafts_fit_in_the_free_blocks(wanted, rows, free_blocks, block):
+    length = kv_limit(wanted, rows, free_blocks * block, block)
+    assert 0 <= length <= wanted
+    assert rows * math.ceil(length / block) <= free_blocks
+
+
+@CHECKED
+@given(
+    seed=st.integers(0, 99),
+    phases=st.lists(st.tuples(st.floats(-0.7, 0.7), st.integers(1, 40), st.booleans()), max_size=5),
+    last=st.sampled_from((-0.7, 0.7)),
+)
+def test_trials_stand_alone_and_the_faster_rule_is_found_in_the_end(seed, phases, last):
+    run, was_trial = Run(0.0, 0.02, seed, first_trial_steps=2, max_trial_steps=8), False
+    for gain, steps, is_loaded in [*phases, (last, 400, True)]:
+        run.gain = gain
+        for _ in range(steps):
+            was_losing, trials = run.guard.is_losing, run.guard.trials
+            run.steps(1, is_loaded)
+            assert not (was_trial and run.guard.was_trial), "two trials in a row"
+            was_trial = run.guard.was_trial
+            assert not is_loaded or run.in_force[-1] == (was_losing == was_trial)
+            assert run.guard.is_losing == was_losing or run.guard.trials == trials + 1, "changed without a trial"
+    assert run.guard.is_losing == (last < 0)
 
 
 @CHECKED
@@ -233,5 +266,6 @@ def test_the_fleet_is_loaded_when_its_kv_is_and_for_the_dwell_at_least(enter, sh
         assert (change is not None) == (load.regime != before) and math.isfinite(load.load_peak)
         if change is not None:
             assert change.new == "high" or (not is_holding and now_s - changed_s >= 10.0), "the regime flaps"
+            assert change.new == "high" or not needs or needs / trusted < enter * share, "it is loaded still"
             changes, changed_s = changes + 1, now_s
     assert load.take_counts()[0] == changes and load.take_counts() == (0, 0.0)
