@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,9 +77,16 @@ def recipe_overrides(recipe, data_dir):
 
 
 def run_marked(command, log_path, env):
-    """Run to the end, fail with the log's tail, and leave no process behind."""
-    with log_path.open("w") as log, processes.tree(command, cwd=ROOT, env={**os.environ, **env}, stdout=log) as child:
-        exit_code = child.wait(timeout=RUN_LIMIT_S)
+    """Run to the end, fail with the log's tail, and leave no process and no shared memory behind."""
+    since_s = time.time()
+    try:
+        with (
+            log_path.open("w") as log,
+            processes.tree(command, cwd=ROOT, env={**os.environ, **env}, stdout=log) as child,
+        ):
+            exit_code = child.wait(timeout=RUN_LIMIT_S)
+    finally:
+        processes.remove_shared_memory(since_s)  # killed engines and trainers leave theirs
     console = log_path.read_text(errors="replace")
     assert exit_code == 0, f"exit {exit_code} of {' '.join(command)}\n{console[-6000:]}"
     return console
