@@ -1,58 +1,101 @@
-"""A real training run with a broken replica goes on with the others, and every trajectory is trained on or left out."""
+"""Real training runs with broken replicas go on with the others, and every trajectory is trained on or left out."""
 
+import glob
 import json
 import os
 import signal
-import time
 
 import psutil
 import pytest
 
-from verl_war.compare import processes
-
-from .conftest import RUN_LIMIT_S, WAR
+from .conftest import WAR
+from .faults import Victim
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(700)]
 
+CONTROLS = "actor_rollout_ref.rollout.custom.war"
 
-def engines_of(run_id):
-    """Engine processes of vLLM that belong to a run."""
-    marked = processes.marked_processes(run_id)
-    return [process for process in marked if "EngineCore" in "".join(process.cmdline())]
-
-
-def events(journal):
-    lines = journal.read_text().splitlines() if journal.exists() else []
-    return [json.loads(line)["event"] for line in lines[1:-1]]
+WEIGHT_SOCKETS = "/tmp/rl-colocate-zmq-*.sock"
+"""Where training ranks hand over weights (verl/workers/rollout/vllm_rollout/vllm_rollout.py, 0.9.1): they exist
+during the update only."""
 
 
-def test_an_engine_killed_in_mid_turn(train, tmp_path):
-    journal = tmp_path / "journal.jsonl"
-    killed = []
+@pytest.fixture
+def broken(train, tmp_path):
+    """`broken(meddle, *overrides)` trains with `meddle(victim)` in a thread; returns the run and what it returned."""
 
-    def kill_in_the_second_step(run_id):
-        deadline_s = time.monotonic() + RUN_LIMIT_S
-        while time.monotonic() < deadline_s:
-            seen = events(journal)
-            begun = [at for at, event in enumerate(seen) if event == "step_begin"]
-            if len(begun) >= 2 and "turn_end" in seen[begun[1] :]:
-                killed.append(engines_of(run_id)[0].pid)
-                os.kill(killed[0], signal.SIGKILL)
-                return
-            time.sleep(0.2)
+    def run(meddle, *overrides):
+        journal, result = tmp_path / "journal.jsonl", []
+        finished = train(
+            "code_agent", "grpo", WAR, f"{CONTROLS}.journal_path={journal}", *overrides,
+            meanwhile=lambda run_id: result.append(meddle(Victim(run_id, journal))),
+        )  # fmt: skip
+        assert result, "the run ended before everything was done to it"
+        return finished, result[0], journal
 
-    controls = "actor_rollout_ref.rollout.custom.war"
-    run = train(
-        "code_agent", "grpo", WAR, "trainer.total_training_steps=3", f"{controls}.journal_path={journal}",
-        meanwhile=kill_in_the_second_step,
-    )  # fmt: skip
-    assert killed and not psutil.pid_exists(killed[0])
-    assert [step["war/replicas_lost"] for step in run.steps] == [0, 1, 0]
+    return run
+
+
+def index_of_lost(journal):
+    """Numbers of the replicas that broke, as the metrics count them, in order."""
+    records = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
+    names = list(dict.fromkeys(record["replica_id"] for record in records if record["event"] == "replica_up"))
+    downs = [record for record in records if record["event"] == "replica_down" and record["is_lost"]]
+    return [names.index(record["replica_id"]) for record in downs]
+
+
+def check_trained(run, trajectories):
+    """Nothing was given up, and the replicas that remained had the weights."""
     for step in run.steps:
-        assert step["war/trajectories"] == 16 and step["war/trajectories_failed"] == 0, (
+        assert step["war/trajectories"] == trajectories and step["war/trajectories_failed"] == 0, (
             "turns are asked again elsewhere"
         )
         assert step["war/trajectories_live"] == 0
-        assert step["training/rollout_actor_probs_pearson_corr"] > 0.999, "the replica that remains has the weights"
+        assert step["training/rollout_actor_probs_pearson_corr"] > 0.999, "the replicas that remain have the weights"
+
+
+def test_an_engine_that_is_slow_and_then_killed_in_mid_turn(broken):
+    def meddle(victim):
+        victim.wait_for("step_begin", 2)
+        engine = victim.engines()[0]
+        victim.slow_down(engine, until=lambda: victim.has("report", 2))
+        victim.wait_for("turn_end", 3)
+        os.kill(engine, signal.SIGKILL)
+        return engine
+
+    run, engine, journal = broken(meddle, "trainer.total_training_steps=4")
+    assert not psutil.pid_exists(engine)
+    check_trained(run, trajectories=16)
+    assert [step["war/replicas_lost"] for step in run.steps] == [0, 0, 1, 0]
+    (slow,) = index_of_lost(journal)
+    slowness = [[step[f"war/replica/{i}/slowness"] for i in range(2)] for step in run.steps[:2]]
+    print("slowness of both in steps 1 and 2", slowness, "slow was", slow)
+    assert slowness[1][slow] > 2 * slowness[1][1 - slow]
+    assert run.steps[1]["war/turns_failed"] == 0, "slow is not broken"
+    assert run.steps[2]["war/turns_failed"] > 0
+    assert run.steps[3]["war/spec/drafted_tokens"] > 0, "the other replica goes on drafting"
+
+
+def test_an_engine_that_hangs_in_mid_turn_and_one_killed_while_it_gets_weights(broken):
+    def meddle(victim):
+        victim.wait_for("turn_end", 2)
+        hung, killed, _ = victim.engines()
+        os.kill(hung, signal.SIGSTOP)
+        victim.wait(lambda: glob.glob(WEIGHT_SOCKETS), every_s=0.001)
+        os.kill(killed, signal.SIGKILL)
+        victim.wait(lambda: not psutil.pid_exists(hung))
+        victim.wait_for("step_begin", 3)
+        return hung, killed
+
+    run, _, journal = broken(
+        meddle, "trainer.total_training_steps=3", f"{CONTROLS}.failures.replica_hang_s=30",
+        "trainer.n_gpus_per_node=3", "actor_rollout_ref.rollout.n=3",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+    )  # fmt: skip
+    check_trained(run, trajectories=12)
+    assert [step["war/replicas_lost"] for step in run.steps] == [0, 2, 0]
+    assert len(set(index_of_lost(journal))) == 2, "one that hangs does not come back before it goes on"
     assert run.steps[1]["war/turns_failed"] > 0
-    assert run.steps[2]["war/spec/drafted_tokens"] > 0, "the other replica goes on drafting"
+    assert run.steps[1]["war/rollout_makespan_s"] > 30, "found by replica_hang_s"
+    assert run.console.count("did not get the weights") == 2

@@ -1,0 +1,73 @@
+"""Breaking a running training from outside: watching its journal, and signals to its engines' processes."""
+
+import json
+import os
+import signal
+import time
+
+from verl_war.compare import processes
+
+from .conftest import RUN_LIMIT_S
+
+LOOK_EVERY_S = 0.1
+"""The journal is written once a second."""
+
+ON_S, OFF_S = 0.03, 0.09
+"""Of a process that runs at a quarter of its speed."""
+
+
+class Victim:
+    """A training that goes on, and what is done to it."""
+
+    def __init__(self, run_id, journal):
+        self.run_id = run_id
+        self.journal = journal
+        self._deadline_s = time.monotonic() + RUN_LIMIT_S
+        self._events, self._read_bytes = [], 0
+
+    def wait(self, condition, every_s=LOOK_EVERY_S):
+        """Until it holds; returns what it gives."""
+        while time.monotonic() < self._deadline_s:
+            if found := condition():
+                return found
+            time.sleep(every_s)
+        raise TimeoutError(f"the run did not get so far within {RUN_LIMIT_S} s")
+
+    def wait_for(self, event, step):
+        """Until an event happens in or after a step (from 1 on)."""
+        self.wait(lambda: event in self._since(step))
+
+    def has(self, event, step):
+        """Whether it has happened in or after a step."""
+        return event in self._since(step)
+
+    def engines(self):
+        """Pids of the engines that exist, stopped ones among them."""
+        marked = processes.marked_processes(self.run_id)
+        return sorted(process.pid for process in marked if "EngineCore" in "".join(process.cmdline()))
+
+    def slow_down(self, pid, until):
+        """Let a process run for a quarter of the time until a condition holds."""
+        try:
+            while not until():
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(OFF_S)
+                os.kill(pid, signal.SIGCONT)
+                time.sleep(ON_S)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    def _since(self, step):
+        self._read_on()
+        begun = [at for at, event in enumerate(self._events) if event == "step_begin"]
+        return self._events[begun[step - 1] :] if len(begun) >= step else []
+
+    def _read_on(self):
+        """Only what is new: reading all of it, ten times a second, would take a part of a core from the training."""
+        if not self.journal.exists():
+            return
+        with self.journal.open("rb") as file:
+            file.seek(self._read_bytes)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._read_bytes += len(whole + newline)
+        self._events += [json.loads(line).get("event", "header") for line in whole.splitlines()]
