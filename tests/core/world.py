@@ -66,6 +66,8 @@ class World:
     config: WarConfig
     now_s: float = 1_000.0
     pool: list[str] = field(default_factory=list)
+    requests: dict[str, int] = field(default_factory=dict)
+    """In flight by replica of the pool, as stock verl counts: from zero after each time that it is added."""
     known: list[str] = field(default_factory=list)
     live: dict[int, list[Running]] = field(default_factory=dict)
     sessions: dict[str, float] = field(default_factory=dict)
@@ -100,6 +102,7 @@ class World:
         name = f"r{first % REPLICAS}"
         if name not in self.pool:
             self.pool.append(name)
+        self.requests[name] = 0
         if name not in self.known:
             self.known.append(name)
         self.take(self.manager.on_replica_up(name, self.now_s))
@@ -108,6 +111,7 @@ class World:
         name = f"r{first % REPLICAS}"
         if name in self.pool:
             self.pool.remove(name)
+            del self.requests[name]
         self.take(self.manager.on_replica_down(name, self.now_s, is_lost))
 
     def lost(self, first, second):
@@ -141,6 +145,7 @@ class World:
             return
         number, turn = running[first % len(running)]
         self.live[number].remove(turn)
+        self.release(turn)
         results = (
             TurnResult(completion_tokens=second % 500, num_cached_tokens=second % 200),
             TurnResult(completion_tokens=second % 50),
@@ -152,7 +157,8 @@ class World:
 
     def finish(self, first, second):
         number = first % TRAJECTORIES
-        self.live.pop(number, None)
+        for turn in self.live.pop(number, ()):
+            self.release(turn)
         for session in (f"s{number}", f"helper{number}"):
             self.sessions.pop(session, None)
             self.holds_given_up += self.held.pop(session, None) is not None
@@ -227,14 +233,20 @@ class World:
             assert placement.trajectory_id == f"t{held.trajectory}" and placement.replica_id in self.pool
             assert placement.held_s >= 0 and all(math.isfinite(price) for price in placement.price_s.values())
             self.live[held.trajectory].append(Running(placement.session_id, placement.replica_id))
+            self.requests[placement.replica_id] += 1
             self.turns_placed += 1
+
+    def release(self, turn):
+        """A turn is over; one of before its replica came back was not counted since."""
+        if self.requests.get(turn.replica_id, 0) > 0:
+            self.requests[turn.replica_id] -= 1
 
     def check(self, ticked):
         running = [turn.replica_id for turns in self.live.values() for turn in turns]
         assert {name: replica.inflight for name, replica in self.fleet.replicas.items()} == {
             name: running.count(name) for name in self.known
         }
-        assert set(self.manager.inflight) == set(self.pool) and min(self.manager.inflight.values(), default=0) >= 0
+        assert self.manager.inflight == self.requests
         assert self.turns_asked == self.turns_placed + len(self.held) + self.holds_given_up
         assert self.manager.held_turns == len(self.held)
         self.check_working_sets()
