@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 
 from verl_war.core.config import AdmissionConfig, RegimeConfig, SchedulingConfig, WarConfig
-from verl_war.core.journal import RecordingManager, as_record, header
+from verl_war.core.journal import EVENTS, RecordingManager, as_record, header
 from verl_war.core.step_stats import metric_names
 from verl_war.core.types import ReplicaSnapshot, SpeculationReading, Turn, TurnResult
 
@@ -80,6 +80,9 @@ class World:
     def __post_init__(self):
         self.records = [header(self.config, False)]
         self.manager = RecordingManager(self.config, False, lambda entry: self.records.append(as_record(entry)))
+        self.happened = []
+        for name, event in EVENTS.items():
+            setattr(self.manager, event.method, self.noting(name, getattr(self.manager, event.method)))
         self.fleet = self.manager._fleet
         self.load = self.manager._scheduler.load if self.manager._scheduler is not None else None
         self.regime = self.load.regime if self.load is not None else "low"
@@ -92,8 +95,18 @@ class World:
             getattr(self, name)(first, second)
             self.check(ticked=name == "tick")
 
+    def noting(self, name, method):
+        """The method, whose calls are noted."""
+
+        def call(*arguments, **keywords):
+            self.happened.append(name)
+            return method(*arguments, **keywords)
+
+        return call
+
     def journal(self):
-        """The events as they are written to a file."""
+        """The events as they are written to a file, every one that happened."""
+        assert [record["event"] for record in self.records[1:]] == self.happened
         return [json.dumps(record) for record in self.records]
 
     # -- events -------------------------------------------------------------------------------------------------------
