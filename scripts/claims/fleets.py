@@ -11,6 +11,7 @@ DEFAULT_LOADS = (4, 16, 48, 64, 128)
 
 FLEETS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
     ("default, {}", "h100_8b", DEFAULT_LOADS),
+    ("default, {}, in a later step", "h100_8b_later", (64, 128)),
     ("fast tools, {}", "fast_tools", (64, 128)),
     ("one replica half as fast, {}", "one_slow", (64,)),
     ("default, {}, replicas report 0.6 of their KV", "capacity_0.6", (128,)),
