@@ -5,6 +5,8 @@ import os
 import signal
 import time
 
+import psutil
+
 from verl_war.compare import processes
 
 from .conftest import RUN_LIMIT_S
