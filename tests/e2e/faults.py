@@ -1,8 +1,6 @@
 """Breaking a running training from outside: watching its journal, and signals to its engines' processes."""
 
 import json
-import os
-import signal
 import time
 
 import psutil
@@ -49,15 +47,16 @@ class Victim:
         return sorted(process.pid for process in marked if "EngineCore" in "".join(process.cmdline()))
 
     def slow_down(self, pid, until):
-        """Let a process run for a quarter of the time until a condition holds."""
-        try:
-            while not until():
-                os.kill(pid, signal.SIGSTOP)
-                time.sleep(OFF_S)
-                os.kill(pid, signal.SIGCONT)
-                time.sleep(ON_S)
-        finally:
-            os.kill(pid, signal.SIGCONT)
+        """Let an engine and its workers run for a quarter of the time until a condition holds."""
+        engine = psutil.Process(pid)
+        slowed = [engine, *engine.children(recursive=True)]
+        while not until():
+            for process in slowed:
+                process.suspend()
+            time.sleep(OFF_S)
+            for process in slowed:
+                process.resume()
+            time.sleep(ON_S)
 
     def _since(self, step):
         self._read_on()
