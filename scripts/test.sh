@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs all checks: ruff, mypy, and pytest (fast tests, then those with verl, vLLM and Ray, then real training).
 #
-#   scripts/test.sh                 everything, up to 40 minutes on 2 cores
+#   scripts/test.sh                 everything, an hour on 2 cores
 #   scripts/test.sh -m "not e2e"    any arguments of pytest
 #
 # Sets everything up in .venv first. May be interrupted and run again; leaves no process behind.
@@ -28,4 +28,12 @@ say "2/3 ruff and mypy"
 say "3/3 pytest"
 # Training and tests share the cores; more threads only get into each other's way.
 export OMP_NUM_THREADS=1
-exec .venv/bin/python -m pytest "$@"
+if (($#)); then
+    exec .venv/bin/python -m pytest "$@"
+fi
+failed=0
+# Tests that start no engine share the cores; files stay together, since their fixtures are theirs. The others need both
+# cores, and start-ups that run into each other time out.
+.venv/bin/python -m pytest -n 2 --dist loadfile -m "not upstream and not e2e" || failed=1
+.venv/bin/python -m pytest -m "upstream or e2e" || failed=1
+exit "$failed"
