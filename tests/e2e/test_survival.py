@@ -69,8 +69,7 @@ def test_an_engine_that_is_slow_and_then_killed_in_mid_turn(broken):
     assert [step["war/replicas_lost"] for step in run.steps] == [0, 0, 1, 0]
     (slow,) = index_of_lost(journal)
     slowness = [[step[f"war/replica/{i}/slowness"] for i in range(2)] for step in run.steps[:2]]
-    print("slowness of both in steps 1 and 2", slowness, "slow was", slow)
-    assert slowness[1][slow] > 2 * slowness[1][1 - slow]
+    assert slowness[1][slow] > 1.5 * slowness[1][1 - slow], "seen over the whole step, of which it was slow for most"
     assert run.steps[1]["war/turns_failed"] == 0, "slow is not broken"
     assert run.steps[2]["war/turns_failed"] > 0
     assert run.steps[3]["war/spec/drafted_tokens"] > 0, "the other replica goes on drafting"
