@@ -92,7 +92,10 @@ def test_the_war_override_changes_the_rollout_section_only_where_it_must():
     ("override", "words"),
     [
         ("actor_rollout_ref.rollout.name=sglang", ["rollout.name='sglang'", "allowed: 'vllm'"]),
-        ("+actor_rollout_ref.rollout.custom.war.sed=1", ["custom.war.sed=1", "did you mean 'seed'"]),
+        (
+            "+actor_rollout_ref.rollout.custom.war.sed=1",
+            ["unknown key actor_rollout_ref.rollout.custom.war.sed ", "did you mean 'seed'"],
+        ),
         ("actor_rollout_ref.rollout.custom.war.block_size_tokens=0", ["block_size_tokens=0", "between 1 and 4096"]),
         ("actor_rollout_ref.rollout.custom.war.speculation.enabled=yes_please", ["'yes_please'", "expected bool"]),
         (
