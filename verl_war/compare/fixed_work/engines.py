@@ -174,6 +174,10 @@ class ReplayServer:
         """For the router."""
         await self._server.war_check_alive()
 
+    async def war_wait_for_engine(self) -> None:
+        """For the router."""
+        await self._server.war_wait_for_engine()
+
     async def war_speculation_stats(self) -> dict[str, Any] | None:
         """For the router."""
         return await self._server.war_speculation_stats()
