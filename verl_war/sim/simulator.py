@@ -84,9 +84,9 @@ class Simulator:
         self._policy_step: int = 1 if after is None else after._policy_step + 1
         self._begin_s: float = 0.0 if after is None else after._end_times[-1]
         self._first_key: int = 0 if after is None else after._first_key + 2 * len(after._specs)
-        self._replicas = [_new_replica(fleet, index) for index in range(fleet.replicas)]
-        if after is not None:
-            self._replicas = after._replicas
+        self._replicas: list[Replica] = (
+            [_new_replica(fleet, index) for index in range(fleet.replicas)] if after is None else after._replicas
+        )
         self._counters_before = [dataclasses.replace(replica.counters) for replica in self._replicas]
         self._switches_before = self._switches()
         self._siblings = Siblings(trajectories)
