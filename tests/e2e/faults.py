@@ -1,5 +1,6 @@
 """Breaking a running training from outside: watching its journal, and signals to its engines' processes."""
 
+import contextlib
 import json
 import time
 
@@ -14,6 +15,14 @@ LOOK_EVERY_S = 0.1
 
 ON_S, OFF_S = 0.03, 0.09
 """Of a process that runs at a quarter of its speed."""
+
+
+def command_line(process):
+    """Of a process; empty once it is gone: a training's short-lived helpers end while they are looked through."""
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
 
 
 class Victim:
@@ -43,8 +52,7 @@ class Victim:
 
     def engines(self):
         """Pids of the engines that exist, stopped ones among them."""
-        marked = processes.marked_processes(self.run_id)
-        return sorted(process.pid for process in marked if "EngineCore" in "".join(process.cmdline()))
+        return sorted(p.pid for p in processes.marked_processes(self.run_id) if "EngineCore" in command_line(p))
 
     def slow_down(self, pid, until):
         """Let an engine and its workers run for a quarter of the time until a condition holds."""
@@ -52,10 +60,12 @@ class Victim:
         slowed = [engine, *engine.children(recursive=True)]
         while not until():
             for process in slowed:
-                process.suspend()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.suspend()
             time.sleep(OFF_S)
             for process in slowed:
-                process.resume()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.resume()
             time.sleep(ON_S)
 
     def _since(self, step):
