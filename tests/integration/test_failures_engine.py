@@ -1,4 +1,4 @@
-"""A real vLLM engine behind WAR's server: its readings, and what a client meets when it is killed."""
+"""A real vLLM engine behind WAR's server: its readings, and what a client meets when it hangs or is killed."""
 
 import json
 import os
@@ -31,6 +31,7 @@ def server_of(engine):
     server = WarHttpServer.__new__(WarHttpServer)
     server.engine, server.replica_rank, server.global_steps = engine, 0, 3
     server._disaggregation_role, server._submission_paused, server._admitting = "null", False, 0
+    server.node_rank = 0
     server.config = Config(max_model_len=1024, response_length=600, prompt_length=400, full_determinism=False,
                            enable_rollout_routing_replay=False, mtp=None)
     server.model_config = Config(processor=None, lora_rank=0, lora={})
@@ -63,11 +64,23 @@ async def main():
     seen["idle_busy_s"] = (await server.war_snapshot()).busy_s - after.busy_s
     seen["kv_per_step"] = (after.kv_token_steps - before.kv_token_steps) / (after.engine_steps - before.engine_steps)
 
+    (pid,) = [process.pid for process in engine.engine_core.resources.engine_manager.processes]
+    os.kill(pid, signal.SIGSTOP)
+    late = asyncio.ensure_future(turn("late", 5))
+    while (hung := await server.war_snapshot()).is_idle:
+        await asyncio.sleep(0.01)
+    seen["hung"] = [hung.running_requests, hung.waiting_requests]
+    await server.abort_request("late", reset_prefix_cache=False)
+    answer = asyncio.ensure_future(server.war_wait_for_engine())
+    await asyncio.wait((answer,), timeout=2.0)
+    seen["aborted"] = [(await server.war_snapshot()).is_idle, answer.done(), (await late).stop_reason]
+    os.kill(pid, signal.SIGCONT)
+    await asyncio.wait_for(answer, 60)
+
     doomed = asyncio.ensure_future(turn("doomed", 600))
     await asyncio.sleep(0.1)
     running = await server.war_snapshot()
     seen["running"] = running.running_requests
-    (pid,) = [process.pid for process in engine.engine_core.resources.engine_manager.processes]
     os.kill(pid, signal.SIGKILL)
     async def error_of(call):
         try:
@@ -78,6 +91,7 @@ async def main():
     seen["in flight"] = await error_of(doomed)
     seen["next"] = await error_of(turn("next", 5))
     seen["reading"] = await error_of(server.war_snapshot())
+    seen["waiting"] = await error_of(server.war_wait_for_engine())
     print("SEEN" + json.dumps(seen), flush=True)
     os._exit(0)
 
@@ -87,7 +101,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("disable_log_stats", [True, False])
-def test_an_engine_that_is_read_and_killed(tmp_path, disable_log_stats):
+def test_an_engine_that_is_read_stopped_and_killed(tmp_path, disable_log_stats):
     script = tmp_path / "serve.py"
     script.write_text(SCRIPT)
     model = ROOT / "recipes" / "demo_model" / "checkpoint"
@@ -108,8 +122,10 @@ def test_an_engine_that_is_read_and_killed(tmp_path, disable_log_stats):
     assert 0.5 < seen["busy_share"] <= 1.05 and seen["idle_busy_s"] == 0.0
     # Four contexts of 300 to 400 tokens in blocks of 128, of which they share two.
     assert 256 + 4 * 100 < seen["kv_per_step"] < 4 * 512
+    assert seen["hung"] == [0, 1], "a request that a stopped engine was given shows"
+    assert seen["aborted"] == [True, False, "aborted"], "only the engine itself can say whether it goes on"
     assert seen["running"] == 1
-    for met in ("in flight", "next", "reading"):
+    for met in ("in flight", "next", "reading", "waiting"):
         name, is_gone, is_retried, message = seen[met]
         assert (name, is_gone, is_retried) == ("ReplicaFailedError", True, True), seen[met]
         assert "engine of replica 0 is dead" in message

@@ -81,6 +81,21 @@ class WarHttpServer(vLLMHttpServer):
         except EngineDeadError as error:
             raise self._dead() from error
 
+    async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
+        """verl's, by vLLM's own means.
+
+        verl 0.9.1 looks a request up under the name that it gave it (`vllm_async_server.py:1060`), but vLLM keeps it
+        under a name of its own (`InputProcessor.assign_request_id`, 0.27.1), so that verl's finds none and the engine
+        goes on with a turn that nobody waits for.
+        """
+        if self.node_rank != 0:
+            return {"aborted": False, "request_id": request_id}
+        is_known = request_id in self.engine.output_processor.external_req_ids
+        await self.engine.abort(request_id)
+        if is_known and reset_prefix_cache:
+            await self.clear_kv_cache()
+        return {"aborted": is_known, "request_id": request_id}
+
     async def war_snapshot(self) -> ReplicaSnapshot:
         """Readings of the engine, for the router.
 
