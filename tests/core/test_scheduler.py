@@ -2,6 +2,7 @@
 
 import pytest
 
+from verl_war.core.admission import EVIDENCE_TURNS
 from verl_war.core.config import AdmissionConfig, RegimeConfig, SchedulingConfig, WarConfig
 from verl_war.core.manager import WorkloadManager
 from verl_war.core.types import Reason, ReplicaSnapshot, Turn, TurnResult
@@ -89,25 +90,26 @@ def test_the_longest_remaining_starts_first():
     assert names(manager.on_trajectory_end("big", False, 3.0)) == ["l", "s"]
 
 
-def test_a_full_replica_pauses_the_shortest_context_that_waits_for_a_tool():
+def test_a_full_replica_pauses_the_one_whose_blocks_the_engine_evicts_next():
     manager = manager_of(["a"])
-    (long,) = manager.on_turn(turn("long", 5_000), 0.0)
-    (short,) = manager.on_turn(turn("short", 3_000), 0.0)
-    end(manager, short)
-    end(manager, long)
-    (again,) = manager.on_turn(turn("long", 8_000), 1.0)  # 11,000 > 10,000
+    begun = {name: manager.on_turn(turn(name, 3_000), 0.0)[0] for name in ("first", "last", "running")}
+    end(manager, begun["last"], now_s=0.5)
+    end(manager, begun["first"], now_s=1.0)
+    (again,) = manager.on_turn(turn("first", 5_000), 2.0)  # 11,000 > 10,000
     assert again.reason is Reason.STICKY
-    assert manager.on_turn(turn("short", 3_100), 2.0) == [] and manager.held_turns == 1
+    assert manager.on_turn(turn("last", 3_100), 3.0) == [] and manager.held_turns == 1
     assert manager.report()["war/turns_paused"] == 1
 
 
-def test_the_one_that_asks_is_paused_when_it_is_the_shortest():
+def test_the_one_that_asks_is_paused_when_its_tool_took_longest():
     manager = manager_of(["a"])
     (running,) = manager.on_turn(turn("running", 6_000), 0.0)
-    (short,) = manager.on_turn(turn("short", 3_000), 0.0)
-    end(manager, short)
-    assert manager.on_turn(turn("short", 5_000), 1.0) == []
-    assert names(manager.on_trajectory_end("running", False, 2.0)) == ["short"]
+    (slow,) = manager.on_turn(turn("slow", 1_500), 0.0)
+    (other,) = manager.on_turn(turn("other", 1_500), 0.0)
+    end(manager, slow, now_s=0.5)
+    end(manager, other, now_s=1.0)
+    assert manager.on_turn(turn("slow", 5_000), 2.0) == []
+    assert names(manager.on_trajectory_end("running", False, 3.0)) == ["slow"]
 
 
 def test_a_hold_ends_at_its_bound_whether_it_fits_or_not():
@@ -210,20 +212,20 @@ def turns_of(manager, rounds, cached_share, begin_s):
 
 def test_lost_cache_lowers_the_trusted_share_and_calm_raises_it_while_somebody_waits():
     manager = manager_of(["a"])
-    turns_of(manager, 17, 0.5, 1.0)
+    turns_of(manager, 1 + EVIDENCE_TURNS, 0.5, 1.0)
     lowered = manager.report()["war/replica/0/trusted_share"]
     assert lowered == pytest.approx(0.7 * 0.75)
-    turns_of(manager, 40, 1.0, 60.0)
+    turns_of(manager, 2 * EVIDENCE_TURNS, 1.0, 100.0)
     assert manager.report()["war/replica/0/trusted_share"] == lowered, "nobody waits"
-    manager.on_turn(turn("waits", 3_000), 100.0)
+    manager.on_turn(turn("waits", 3_000), 300.0)
     assert manager.held_turns == 1
-    turns_of(manager, 60, 1.0, 110.0)
+    turns_of(manager, 2 * EVIDENCE_TURNS, 1.0, 310.0)
     assert manager.report()["war/replica/0/trusted_share"] > lowered
 
 
 def test_loss_on_a_replica_that_is_far_from_full_is_not_thrash():
     manager = manager_of(["a"], capacity=100_000)
-    turns_of(manager, 40, 0.0, 1.0)
+    turns_of(manager, 2 * EVIDENCE_TURNS, 0.0, 1.0)
     assert manager.report()["war/replica/0/trusted_share"] == 1.0
 
 
@@ -231,7 +233,7 @@ def test_loss_on_a_replica_that_is_far_from_full_is_not_thrash():
 def test_thrash_in_spite_of_admission_is_said(caplog, cached_share, warns):
     caplog.set_level("WARNING", "verl_war")
     manager = manager_of(["a"])
-    turns_of(manager, 17, cached_share, 1.0)
+    turns_of(manager, 1 + EVIDENCE_TURNS, cached_share, 1.0)
     share = manager.report()["war/cache_lost_share"]
     assert share == pytest.approx(1 - cached_share, abs=0.01)
     assert ("thrashing in spite of admission" in caplog.text) == warns

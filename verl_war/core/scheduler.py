@@ -31,7 +31,7 @@ SCHEDULER_METRICS = (
 """What `Scheduler.report` gives."""
 
 THRASH_SHARE = 0.2
-"""Share of the cache that engines may lose in a step under admission before that is worth a warning: four times what
+"""Share of the cache that engines may lose in a step under admission before that is worth a warning: ten times what
 the controller takes for thrash."""
 
 LOOKAHEAD = 8
