@@ -72,7 +72,9 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Episode:
+class Episode:
+    """What the agent loop made of a task, and what it was worth."""
+
     output: AgentLoopOutput
     reward: float
 
@@ -101,18 +103,47 @@ def evaluate(
     Raises:
         ValueError: the recipe is unknown or a number is out of range.
     """
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe is {recipe!r}, expected one of {', '.join(RECIPES)}")
     if num_episodes < 1:
         raise ValueError(f"num_episodes is {num_episodes}, expected at least 1")
     policy = BatchingPolicy(model, tokenizer, temperature=temperature, seed=seed)
-    with tempfile.TemporaryDirectory() as directory:
-        rows, tools_path = _tasks(recipe, num_episodes, seed, Path(directory))
-        with contextlib.redirect_stdout(sys.stderr):  # verl prints every tool that it loads
-            tools = load_all_tools(str(tools_path), None)
-        episodes = asyncio.run(_play_all(policy, recipe, rows, tools, limits))
+    episodes, tools = play(policy, recipe, num_tasks=num_episodes, seed=seed, limits=limits)
     required = {tool.name: tool.tool_schema.function.parameters.required for tool in tools}
     return _summarise(recipe, episodes, policy, tokenizer, required, limits)
+
+
+def play(
+    policy: BatchingPolicy,
+    recipe: str,
+    *,
+    num_tasks: int,
+    samples: int = 1,
+    seed: int,
+    limits: EpisodeLimits = EpisodeLimits(),  # noqa: B008 - immutable
+) -> tuple[list[Episode], list[Any]]:
+    """Play every generated task ``samples`` times, all at the same time.
+
+    Args:
+        policy: who plays.
+        recipe: one of ``RECIPES``.
+        num_tasks: how many are generated.
+        samples: episodes of each task; they follow one another in the result.
+        seed: of the tasks.
+        limits: when an episode is cut off.
+
+    Returns:
+        The episodes and the recipe's tools.
+
+    Raises:
+        ValueError: the recipe is unknown.
+    """
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe is {recipe!r}, expected one of {', '.join(RECIPES)}")
+    with tempfile.TemporaryDirectory() as directory:
+        tasks, tools_path = _tasks(recipe, num_tasks, seed, Path(directory))
+        with contextlib.redirect_stdout(sys.stderr):  # verl prints every tool that it loads
+            tools = load_all_tools(str(tools_path), None)
+        rows = [row for row in tasks for _ in range(samples)]
+        return asyncio.run(_play_all(policy, recipe, rows, tools, limits)), tools
 
 
 def _tasks(recipe: str, count: int, seed: int, directory: Path) -> tuple[list[dict[str, Any]], Path]:
@@ -133,7 +164,7 @@ def _tasks(recipe: str, count: int, seed: int, directory: Path) -> tuple[list[di
 
 async def _play_all(
     policy: BatchingPolicy, recipe: str, rows: list[dict[str, Any]], tools: list[Any], limits: EpisodeLimits
-) -> list[_Episode]:
+) -> list[Episode]:
     config = loop_config(**asdict(limits))
     kind = CodeAgentLoop if recipe == "code_agent" else ToolAgentLoop
     loops = [
@@ -153,15 +184,15 @@ async def _play_all(
         return list(await asyncio.gather(*(_play(policy, *pair) for pair in zip(loops, rows, strict=True))))
 
 
-async def _play(policy: BatchingPolicy, loop: ToolAgentLoop, row: dict[str, Any]) -> _Episode:
+async def _play(policy: BatchingPolicy, loop: ToolAgentLoop, row: dict[str, Any]) -> Episode:
     try:
         output = await loop.run({"temperature": policy.temperature}, **row)
     finally:
         policy.leave()
     if output.reward_score is not None:
-        return _Episode(output=output, reward=output.reward_score)
+        return Episode(output=output, reward=output.reward_score)
     text = policy.tokenizer.decode(output.response_ids, skip_special_tokens=True)
-    return _Episode(output=output, reward=search_score("search_agent", text, row["answer"])["score"])
+    return Episode(output=output, reward=search_score("search_agent", text, row["answer"])["score"])
 
 
 def loop_config(
@@ -187,7 +218,7 @@ def loop_config(
 
 def _summarise(
     recipe: str,
-    episodes: list[_Episode],
+    episodes: list[Episode],
     policy: BatchingPolicy,
     tokenizer: PreTrainedTokenizerBase,
     required: dict[str, list[str]],

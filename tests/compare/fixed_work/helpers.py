@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from verl_war.compare.fixed_work.episodes import Task, Turn
 from verl_war.compare.fixed_work.plan import Case, FixedWorkPlan, Run
 from verl_war.compare.fixed_work.records import record_of
 from verl_war.compare.fixed_work.results import Replayed, TurnRecord
@@ -9,6 +10,13 @@ from verl_war.sim.trace import TrajectorySpec, TurnSpec
 
 ROOT = Path(__file__).parents[3]
 KV_TOKENS = 4096
+
+TASKS = (
+    Task([1, 2, 3, 10], ((Turn(5, [20, 9]), Turn(6, [21, 22, 9]), Turn(7, [])), (Turn(8, []),))),
+    Task([1, 2, 3, 11, 12], ((Turn(4, [23, 9]), Turn(3, [])), (Turn(2, []),), (Turn(1, [24, 9]), Turn(9, [])))),
+    Task([1, 2, 3, 13], ((Turn(5, [25, 9]), Turn(5, [26, 27, 9]), Turn(5, [])), (Turn(5, []),))),
+)
+"""A recording, in which a sample of two tasks was left out."""
 
 
 def spec(name, turns=3, group="g", output=10, tool=20, prompt=100):

@@ -17,14 +17,12 @@ from verl_war.compare import command as compare_command
 from verl_war.compare.fixed_work import command
 
 FAKE_WORK = "tests.compare.fixed_work.fake_work"
-FAKE_TEXTS = "tests.compare.fixed_work.fake_texts"
 
 
 @pytest.fixture
 def out(tmp_path, monkeypatch):
     """A directory for the command, whose working process is a fake."""
     monkeypatch.setattr(command, "WORK_MODULE", FAKE_WORK)
-    monkeypatch.setattr(command, "TEXTS_MODULE", FAKE_TEXTS)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(ROOT)
     directory = tmp_path / "out"
@@ -138,8 +136,8 @@ def test_without_a_base_there_are_no_ratios(out):
     [
         (["--arms", "stock,wra"], "'wra' is unknown (did you mean 'war'?)"),
         (["--load", "much"], "--load: 'much' is neither low, middle, high, sweep nor"),
-        (["--trace", "missing.jsonl", "--load", "4"], "--load=4 is for generated trajectories"),
-        (["--kv-tokens", "512"], "and a replica has KV for --kv-tokens=512"),
+        (["--trace", "missing.jsonl", "--load", "4"], "--load=4 is for recorded episodes"),
+        (["--kv-tokens", "256"], "and a replica has KV for --kv-tokens=256"),
         (["--memory-gb", "100000"], "needs 100000.0 GiB of free memory"),
         (["--recipe", "cod_agent"], "--recipe='cod_agent' must be one of code_agent, search_agent"),
         (["--steps", "3"], "--steps (3) is for --mode live"),
@@ -176,6 +174,16 @@ def test_another_comparison_in_the_directory_is_left_alone(out, capsys):
     assert (out / "mine").exists()
 
 
+def test_results_of_other_work_are_left_alone(out, capsys):
+    run(out)
+    found = json.loads((out / "plan.json").read_text())
+    assert found["work"].startswith("recorded 2 ")
+    del found["work"]  # as before episodes were recorded
+    (out / "plan.json").write_text(json.dumps(found))
+    assert run(out)[0] == 2
+    assert "holds another comparison (work: None -> 'recorded 2 " in capsys.readouterr().err
+
+
 def test_a_directory_in_use_is_refused(out, capsys):
     code = (
         "import pathlib, sys, time\n"
@@ -204,7 +212,7 @@ def test_ctrl_c_keeps_what_was_measured(out):
         "import argparse, sys\n"
         "from verl_war.compare import command\n"
         "from verl_war.compare.fixed_work import command as fixed_work\n"
-        f"fixed_work.WORK_MODULE, fixed_work.TEXTS_MODULE = {FAKE_WORK!r}, {FAKE_TEXTS!r}\n"
+        f"fixed_work.WORK_MODULE = {FAKE_WORK!r}\n"
         "parser = argparse.ArgumentParser()\n"
         "command.add_arguments(parser)\n"
         "sys.exit(command.run(parser.parse_args()))\n"

@@ -4,10 +4,12 @@ from collections import Counter
 
 import pytest
 
-from tests.compare.fixed_work.helpers import KV_TOKENS, plan, spec
+from tests.compare.fixed_work.helpers import KV_TOKENS, ROOT, plan, spec
 from verl_war.compare.fixed_work import workload
 from verl_war.compare.fixed_work.arms import ARMS, find_arms
-from verl_war.compare.fixed_work.plan import plan_from_json
+from verl_war.compare.fixed_work.episodes import read_episodes
+from verl_war.compare.fixed_work.plan import episodes_file, plan_from_json
+from verl_war.compare.fixed_work.texts import EpisodeTexts, RecordedTexts
 from verl_war.sim.policies.registry import POLICIES
 from verl_war.sim.trace import write_trace
 
@@ -98,16 +100,46 @@ def test_a_missing_and_a_damaged_trace_are_refused(tmp_path):
         plan(tmp_path, trace=str(damaged), loads=(1,)).check_work()
 
 
+def test_a_missing_or_damaged_recording_is_refused(tmp_path):
+    found = plan(tmp_path, repo=tmp_path)
+    with pytest.raises(ValueError, match="code_agent.json: cannot be used.*record it anew"):
+        found.check_work()
+    path = episodes_file(tmp_path, "code_agent")
+    path.parent.mkdir(parents=True)
+    path.write_bytes(episodes_file(ROOT, "code_agent").read_bytes())
+    found.check_work()
+    before = found.identity()
+    assert before["work"].startswith("recorded 2 ")
+    path.write_bytes(episodes_file(ROOT, "search_agent").read_bytes())
+    assert found.identity()["work"] != before["work"]
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="cannot be used"):
+        found.check_work()
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace, [spec("g-0")])
+    with pytest.raises(ValueError, match="cannot be used"):
+        plan(tmp_path, repo=tmp_path, trace=str(trace), loads=(1,)).check_work()
+
+
+def test_recorded_work_has_its_own_text_and_a_trace_joined_text(tmp_path):
+    found = plan(tmp_path)
+    tasks = read_episodes(episodes_file(ROOT, "code_agent"))
+    first, *_ = found.specs(found.cases()[0])
+    assert isinstance(found.texts(), EpisodeTexts)
+    assert found.texts().prompt(first) in [task.prompt for task in tasks]
+    texts = plan(tmp_path, trace="x").texts()
+    assert isinstance(texts, RecordedTexts)
+    assert len(texts.prompt(spec("g-0"))) == 100
+
+
 def test_loads_by_name_follow_the_kv():
-    mean = workload.mean_context_tokens()
-    assert workload.parse_loads("low,middle,high", 8192) == (2, round(0.8 * 8192 / mean), round(2.0 * 8192 / mean))
-    assert workload.parse_loads("16,4,4", 8192) == (4, 16)
-    sweep = workload.parse_loads("sweep", 8192)
-    assert sweep[:3] == (1, 2, 4)
-    assert sweep[-1] == round(3.0 * 8192 / mean)
+    assert workload.parse_loads("low,middle,high", 8192, 512.0) == (2, 13, 32)
+    assert workload.parse_loads("16,4,4", 8192, 512.0) == (4, 16)
+    assert workload.parse_loads("sweep", 8192, 512.0) == (1, 2, 4, 8, 13, 19, 32, 48)
+    assert workload.parse_loads("middle", 256, 512.0) == (1,)
     for word in ("0", "-3", "2.5", "much", ""):
         with pytest.raises(ValueError, match="--load: .* is neither low, middle, high, sweep nor a number"):
-            workload.parse_loads(word, 8192)
+            workload.parse_loads(word, 8192, 512.0)
 
 
 def test_arms_are_what_they_say():

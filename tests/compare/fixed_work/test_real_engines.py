@@ -4,13 +4,11 @@ All arms share the engines, which take most of the time to start: a policy of th
 with its drafts switched off, and WAR. Warm-up and earlier step are verl's own router and client.
 """
 
-import json
 import subprocess
 import sys
 
 import pytest
 
-from tests.compare.fixed_work import fake_texts
 from tests.compare.fixed_work.helpers import ROOT, spec
 from verl_war.compare.fixed_work import records
 from verl_war.sim.trace import write_trace
@@ -27,8 +25,6 @@ def test_arms_do_the_same_work_on_real_engines(tmp_path):
     trace = tmp_path / "trace.jsonl"
     write_trace(trace, SPECS)
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "texts.json").write_text(json.dumps(fake_texts.TEXTS))
     words = ["compare", "--mode", "fixed-work", "--arms", ",".join(ARMS), "--trace", str(trace)]
     words += ["--kv-tokens", "2048", "--clock-scale", "0.05", "--memory-gb", "4", "--out", str(out)]
     done = subprocess.run([sys.executable, "-m", "verl_war.cli", *words], cwd=ROOT, capture_output=True, text=True)

@@ -1,11 +1,17 @@
-"""Texts have the lengths of the trace and share what trajectories share."""
-
-import json
+"""Texts have the lengths of the trace and share what trajectories share; recorded work has its own text."""
 
 import pytest
 
-from tests.compare.fixed_work.helpers import spec
-from verl_war.compare.fixed_work.texts import Conversation, RandomTexts, RecordedTexts, read_texts
+from tests.compare.fixed_work.helpers import TASKS, spec
+from verl_war.compare.fixed_work.episodes import Task, Turn
+from verl_war.compare.fixed_work.texts import (
+    Conversation,
+    EpisodeTexts,
+    RandomTexts,
+    RecordedTexts,
+    conversations_of,
+)
+from verl_war.compare.fixed_work.workload import recorded
 
 HEADER = [7, 8, 9]
 SYSTEM = [1, 2, 3, 4]
@@ -40,15 +46,26 @@ def test_recorded_contexts_end_where_the_model_speaks():
     assert RECORDED.prompt(it)[:8] == SYSTEM * 2
 
 
-def test_a_file_of_texts_is_checked(tmp_path):
-    path = tmp_path / "texts.json"
-    good = {"format": 1, "conversations": [{"prompt": [1, 2], "tool_outputs": [[3], [4]]}]}
-    path.write_text(json.dumps(good))
-    assert len(read_texts(path).prompt(spec("g-0"))) == 100
-    for bad in ({**good, "format": 2}, {**good, "conversations": []}, {"format": 1}, [1]):
-        path.write_text(json.dumps(bad))
-        with pytest.raises(ValueError, match="cannot be used.*delete the file to record anew"):
-            read_texts(path)
-    path.write_text(json.dumps(good)[:20])
-    with pytest.raises(ValueError, match="cannot be used"):
-        read_texts(path)
+def test_recorded_work_says_exactly_what_was_recorded():
+    texts = EpisodeTexts(TASKS)
+    for it in recorded(TASKS, 20, seed=3):
+        prompt = texts.prompt(it)
+        assert len(prompt) == it.prompt_tokens
+        assert [len(texts.tool_output(it, turn)) for turn in range(len(it.turns))] == [
+            turn.tool_tokens for turn in it.turns
+        ]
+    first, again = spec("task0-0", turns=3), spec("task0r2-0", turns=3)
+    assert texts.prompt(first) == texts.prompt(again) == [1, 2, 3, 10]
+    assert texts.prompt(spec("task1-2")) == [1, 2, 3, 11, 12]
+    assert [texts.tool_output(first, turn) for turn in range(3)] == [[20, 9], [21, 22, 9], []]
+    assert texts.tool_output(again, 1) == [21, 22, 9]
+    assert texts.tool_output(spec("task1-2"), 0) == [24, 9]
+
+
+def test_traces_get_the_text_of_recorded_episodes_with_enough_of_it():
+    assert conversations_of(TASKS) == [
+        Conversation([1, 2, 3, 10], [[20, 9], [21, 22, 9]]),
+        Conversation([1, 2, 3, 13], [[25, 9], [26, 27, 9]]),
+    ]
+    with pytest.raises(ValueError, match="no recorded episode has 2 tool outputs.*record more tasks"):
+        conversations_of([Task([1], ((Turn(5, [2]), Turn(5, [])),))])

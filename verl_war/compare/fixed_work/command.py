@@ -14,7 +14,8 @@ from typing import Any, TextIO
 from verl_war.compare.failures import TrialFailed, Watchdog, failure_message
 from verl_war.compare.fixed_work import records, workload
 from verl_war.compare.fixed_work.arms import ARMS, DEFAULT_ARMS, find_arms
-from verl_war.compare.fixed_work.plan import FixedWorkPlan
+from verl_war.compare.fixed_work.episodes import read_episodes
+from verl_war.compare.fixed_work.plan import FixedWorkPlan, episodes_file
 from verl_war.compare.fixed_work.progress import RunsDisplay
 from verl_war.compare.machine import GIB, require_memory
 from verl_war.compare.plan import RECIPES, base_environment, find_repo
@@ -27,10 +28,9 @@ DEFAULTS: dict[str, Any] = {
 """Options of this mode, with values for a machine of two cores."""
 
 WORK_MODULE = "verl_war.compare.fixed_work.work"
-TEXTS_MODULE = "recipes.demo_model.record_texts"
-"""Programs that this command runs."""
+"""The program that makes the runs."""
 
-REMOVED_BY_FRESH = ("plan.json", "texts.json", "console.log", "report.md", "report.json", "report.html", "runs.csv")
+REMOVED_BY_FRESH = ("plan.json", "console.log", "report.md", "report.json", "report.html", "runs.csv")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--replicas", type=int, help=f"engines of each kind ({DEFAULTS['replicas']})")
     group.add_argument("--kv-tokens", type=int, help=f"KV capacity of a replica ({DEFAULTS['kv_tokens']})")
-    group.add_argument("--trace", metavar="FILE", help="JSONL file of trajectories (generated)")
+    group.add_argument("--trace", metavar="FILE", help="JSONL file of trajectories (recorded episodes of --recipe)")
     group.add_argument("--clock-scale", type=float, metavar="X", help="factor on the delays of tools (1)")
     group.add_argument(
         "--run-minutes", type=float, help=f"a run that takes longer has failed ({DEFAULTS['run_minutes']:g})"
@@ -60,16 +60,18 @@ def plan_of(options: argparse.Namespace, cwd: Path) -> FixedWorkPlan:
     chosen = argparse.Namespace(**(DEFAULTS | given))
     if options.recipe not in RECIPES:
         raise ValueError(f"--recipe={options.recipe!r} must be one of {', '.join(RECIPES)}")
+    repo = find_repo(cwd, options.recipe)
     arms = find_arms(options.arms or DEFAULT_ARMS)
     if not 1 <= chosen.replicas <= 64:
         raise ValueError(f"--replicas={chosen.replicas} must be between 1 and 64")
     if chosen.trace:
         if "load" in given:
-            raise ValueError(f"--load={options.load} is for generated trajectories; a trace holds its own number")
+            raise ValueError(f"--load={options.load} is for recorded episodes; a trace holds its own number")
         chosen.trace = str(Path(chosen.trace).absolute())
         loads: tuple[float, ...] = (len(workload.from_trace(Path(chosen.trace))) / chosen.replicas,)
     else:
-        loads = workload.parse_loads(chosen.load, chosen.kv_tokens)
+        mean = workload.mean_context_tokens(read_episodes(episodes_file(repo, options.recipe)))
+        loads = workload.parse_loads(chosen.load, chosen.kv_tokens, mean)
     return FixedWorkPlan(
         arms=tuple(arm.name for arm in arms),
         loads=loads,
@@ -83,7 +85,7 @@ def plan_of(options: argparse.Namespace, cwd: Path) -> FixedWorkPlan:
         limit_s=60 * chosen.run_minutes,
         memory_bytes=int((options.memory_gb or 0) * GIB),
         out=(options.out or cwd / "runs" / default_name(options)).absolute(),
-        repo=find_repo(cwd, options.recipe),
+        repo=repo,
     )
 
 
@@ -137,26 +139,16 @@ def _engines_text(plan: FixedWorkPlan) -> str:
 def _work(plan: FixedWorkPlan, stream: TextIO) -> None:
     with scratch_directory() as (run_id, scratch):
         environment = base_environment(plan.repo, run_id, scratch, is_cpu=True)
-        if not plan.texts_file.exists():
-            stream.write(f"texts: recording the agent of {plan.recipe}\n")
-            module = (TEXTS_MODULE, "--recipe", plan.recipe, "--out", str(plan.texts_file))
-            _supervised(plan, [sys.executable, "-m", *module], environment, "recording texts")
         command = [sys.executable, "-m", WORK_MODULE, plan.as_json()]
         with contextlib.closing(RunsDisplay(plan, stream)) as display:
             watchdog = Watchdog("runs", plan.console_log, plan.console_log, 0.0)
             begin_s = time.monotonic()
-            _supervised(plan, command, environment, "the runs", display.update, watchdog.check)
+            code = run_supervised(command, environment, plan.console_log, plan.repo, (display.update, watchdog.check))
+            is_told = code == 1 and all(records.path_of(plan.runs_directory, run).exists() for run in plan.runs())
+            if code != 0 and not is_told:  # a run that failed has a record of it
+                raise TrialFailed(failure_message("the runs", code, plan.console_log))
             display.update()
         stream.write(f"all runs are over after {(time.monotonic() - begin_s) / 60:.0f} min\n")
-
-
-def _supervised(
-    plan: FixedWorkPlan, command: list[str], environment: dict[str, str], what: str, *watchers: Any
-) -> None:
-    code = run_supervised(command, environment, plan.console_log, plan.repo, watchers)
-    is_told = code == 1 and all(records.path_of(plan.runs_directory, run).exists() for run in plan.runs())
-    if code != 0 and not is_told:  # a run that failed has a record of it
-        raise TrialFailed(failure_message(what, code, plan.console_log))
 
 
 def _report(plan: FixedWorkPlan, stream: TextIO) -> None:

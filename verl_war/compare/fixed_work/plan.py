@@ -4,6 +4,7 @@ starts of it."""
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import random
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Any
 
 from verl_war.compare.fixed_work import workload
 from verl_war.compare.fixed_work.arms import Arm, EngineKind, find_arms
+from verl_war.compare.fixed_work.episodes import FORMAT, Task, read_episodes
+from verl_war.compare.fixed_work.texts import EpisodeTexts, RecordedTexts, Texts, conversations_of
 from verl_war.compare.machine import GIB
 from verl_war.sim.trace import TrajectorySpec
 
@@ -25,6 +28,14 @@ KV_BYTES_PER_TOKEN = 12_288
 """Of the demo model in float32: keys and values of 4 layers and 3 heads of 64, with room to spare."""
 
 MODEL = Path("recipes") / "demo_model" / "checkpoint"
+
+EPISODES = Path("recipes") / "demo_model" / "episodes"
+"""Recorded episodes, a file for each recipe."""
+
+
+def episodes_file(repo: Path, recipe: str) -> Path:
+    """Recorded episodes of a recipe."""
+    return repo / EPISODES / f"{recipe}.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +81,14 @@ class FixedWorkPlan:
         repeats: Runs of each arm at each load.
         replicas: Engines of each kind.
         kv_tokens: KV capacity of each.
-        recipe: Whose text the trajectories say.
-        trace: File of trajectories; empty to generate them.
+        recipe: Whose recorded episodes are replayed, or whose text the trajectories of a trace say.
+        trace: File of trajectories; empty to replay recorded episodes.
         clock_scale: Factor on the trace's delays.
         seed: Of the first repeat.
         limit_s: A run that takes longer has failed.
         memory_bytes: Free memory that is needed to start; 0 for what is estimated.
         out: Directory of the comparison.
-        repo: Root of the clone that holds the model.
+        repo: Root of the clone that holds model and episodes.
 
     Raises:
         ValueError: A value is not what it may be; states name, value and expectation.
@@ -136,11 +147,6 @@ class FixedWorkPlan:
         return self.out / "runs"
 
     @property
-    def texts_file(self) -> Path:
-        """Recorded prompts and tool outputs."""
-        return self.out / "texts.json"
-
-    @property
     def console_log(self) -> Path:
         """What the engines printed."""
         return self.out / "console.log"
@@ -163,27 +169,47 @@ class FixedWorkPlan:
         """The trajectories of a case.
 
         Raises:
-            ValueError: The trace is missing or damaged.
+            ValueError: The trace or the recording is missing or damaged.
         """
         if self.trace:
             specs = workload.from_trace(Path(self.trace))
         else:
-            specs = workload.generated(round(case.load * self.replicas), case.seed)
+            specs = workload.recorded(self.episodes(), round(case.load * self.replicas), case.seed)
         return workload.scaled(specs, self.clock_scale)
+
+    def episodes(self) -> tuple[Task, ...]:
+        """The recording.
+
+        Raises:
+            ValueError: It is missing or damaged.
+        """
+        return read_episodes(episodes_file(self.repo, self.recipe))
+
+    def texts(self) -> Texts:
+        """What the trajectories say.
+
+        Raises:
+            ValueError: The recording is missing or damaged.
+        """
+        tasks = self.episodes()
+        return RecordedTexts(conversations_of(tasks)) if self.trace else EpisodeTexts(tasks)
 
     def check_work(self) -> None:
         """Every case can be served.
 
         Raises:
-            ValueError: A trajectory does not fit in a replica's KV, or the trace cannot be read.
+            ValueError: A trajectory does not fit in a replica's KV, or the trace or the recording cannot be read.
         """
+        self.texts()
         for case in self.cases():
             workload.check_fits(self.specs(case), self.kv_tokens)
 
     def identity(self) -> dict[str, Any]:
         """What must not change between two starts in the same directory. Arms, loads and repeats may be added."""
         names = ("replicas", "kv_tokens", "recipe", "trace", "clock_scale", "seed")
-        return {"mode": "fixed-work"} | {name: getattr(self, name) for name in names}
+        digest = hashlib.sha256(episodes_file(self.repo, self.recipe).read_bytes()).hexdigest()[:8]
+        work = {"mode": "fixed-work", "work": f"recorded {FORMAT} {digest}"}
+        return work | {name: getattr(self, name) for name in names}
 
     def as_json(self) -> str:
         """For the process that carries it out."""

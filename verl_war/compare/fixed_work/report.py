@@ -11,7 +11,6 @@ from verl_war.compare.fixed_work import measures, records, tables
 from verl_war.compare.fixed_work.arms import ARMS
 from verl_war.compare.fixed_work.page import page
 from verl_war.compare.fixed_work.plan import FixedWorkPlan
-from verl_war.compare.fixed_work.workload import SHAPE
 from verl_war.compare.machine import describe
 from verl_war.compare.workspace import write_atomically
 
@@ -42,7 +41,6 @@ def _records(plan: FixedWorkPlan) -> list[records.Record]:
 def summary(plan: FixedWorkPlan, runs: list[records.Record], rows: list[measures.Row]) -> dict[str, Any]:
     """What `report.json` holds; single turns are in the records."""
     parts = {arm: ARMS[arm].part for arm in plan.arms if ARMS[arm].part}
-    shape = {name: getattr(SHAPE, name) for name in SHAPE.__slots__}
     return {
         "command": shlex.join(["verl-war", *sys.argv[1:]]),
         "plan": plan.identity() | {"arms": list(plan.arms), "loads": list(plan.loads), "repeats": plan.repeats},
@@ -50,7 +48,7 @@ def summary(plan: FixedWorkPlan, runs: list[records.Record], rows: list[measures
             "model": plan.model.name if plan.model.parent.name != "demo_model" else "demo model",
             "replicas": plan.replicas,
             "KV tokens of a replica": plan.kv_tokens,
-            "trajectories": plan.trace or shape,
+            "trajectories": plan.trace or f"recorded episodes of {plan.recipe}",
             "factor on delays": plan.clock_scale,
         },
         "environment": describe(plan.repo),

@@ -1,25 +1,25 @@
-"""What the trajectories say: real text of the recipes cut to the lengths of a trace, or random tokens.
+"""What the trajectories say: recorded episodes word for word, the same text cut to the lengths of a trace, or random
+tokens.
 
-Drafts can only be right about text that is like what the model was trained on, so prompts and tool outputs are those of
-recorded agents (`recipes.demo_model.record_texts`), joined and cut until they have the tokens that the trace asks for.
-Siblings share a conversation: the same task, and tool outputs out of the same files.
+Drafts can only be right about text that is like what the model was trained on. Recorded work has just that. A trace has
+lengths of its own: for it, prompts and tool outputs of the recording are joined and cut until they have the tokens that
+the trace asks for. Siblings share a conversation: the same task, and tool outputs out of the same files.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Protocol
 from zlib import crc32
 
+from verl_war.compare.fixed_work.episodes import Task, find_episode
 from verl_war.sim.trace import TrajectorySpec
 
-FORMAT = 1
-"""Of the file of recorded texts."""
+MIN_TOOL_OUTPUTS = 2
+"""A conversation with fewer of them would say the same thing again and again."""
 
 
 class Texts(Protocol):
@@ -52,6 +52,25 @@ class RandomTexts:
         return [rng.randrange(2, self._vocab_size) for _ in range(count)]
 
 
+class EpisodeTexts:
+    """Exactly what was recorded, for trajectories of `workload.recorded`.
+
+    Args:
+        tasks: The recording.
+    """
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tasks
+
+    def prompt(self, spec: TrajectorySpec) -> list[int]:
+        """See `Texts`."""
+        return find_episode(self._tasks, spec.trajectory_id)[0].prompt
+
+    def tool_output(self, spec: TrajectorySpec, turn: int) -> list[int]:
+        """See `Texts`."""
+        return find_episode(self._tasks, spec.trajectory_id)[1][turn].tool_output
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """A recorded prompt and what its tools said."""
@@ -72,8 +91,8 @@ class RecordedTexts:
         prompts = [conversation.prompt for conversation in conversations]
         pieces = prompts + [piece for conversation in conversations for piece in conversation.tool_outputs]
         # What a model is told before it speaks; every context ends with it.
-        self._header = _common_prefix([piece[::-1] for piece in pieces])[::-1]
-        self._system = _common_prefix(prompts)
+        self._header = common_prefix([piece[::-1] for piece in pieces])[::-1]
+        self._system = common_prefix(prompts)
 
     def prompt(self, spec: TrajectorySpec) -> list[int]:
         """See `Texts`."""
@@ -97,27 +116,28 @@ class RecordedTexts:
         return _cut(tokens, count - len(header)) + header
 
 
-def read_texts(path: Path) -> RecordedTexts:
-    """Read a file that `recipes.demo_model.record_texts` wrote.
+def conversations_of(tasks: Sequence[Task]) -> list[Conversation]:
+    """Each task's prompt and the tool outputs of its first episode that has enough of them.
 
     Raises:
-        ValueError: It is damaged or of another version.
+        ValueError: No episode has.
     """
-    try:
-        raw = json.loads(path.read_text())
-        if raw["format"] != FORMAT:
-            raise ValueError(f"format {raw['format']!r}, expected {FORMAT}")
-        conversations = [Conversation(item["prompt"], item["tool_outputs"]) for item in raw["conversations"]]
-        if not all(it.prompt and it.tool_outputs and all(it.tool_outputs) for it in conversations) or not conversations:
-            raise ValueError("a conversation without prompt or tool outputs")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    found = []
+    for task in tasks:
+        outputs = [[turn.tool_output for turn in episode if turn.tool_output] for episode in task.episodes]
+        long = next((it for it in outputs if len(it) >= MIN_TOOL_OUTPUTS), None)
+        if long is not None:
+            found.append(Conversation(task.prompt, long))
+    if not found:
         raise ValueError(
-            f"recorded texts {path}: cannot be used ({error!r}); delete the file to record anew"
-        ) from error
-    return RecordedTexts(conversations)
+            f"no recorded episode has {MIN_TOOL_OUTPUTS} tool outputs, so there is no text for a trace; "
+            "record more tasks"
+        )
+    return found
 
 
-def _common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
+def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
+    """What all of them begin with."""
     length = 0
     for column in zip(*sequences, strict=False):
         if len(set(column)) > 1:

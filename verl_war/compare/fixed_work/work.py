@@ -22,7 +22,6 @@ from verl_war.compare.fixed_work.plan import Case, FixedWorkPlan, Run, plan_from
 from verl_war.compare.fixed_work.progress import MARK
 from verl_war.compare.fixed_work.replay import Engines, Step, replay
 from verl_war.compare.fixed_work.results import EarlierText, Replayed, RunFailed
-from verl_war.compare.fixed_work.texts import read_texts
 from verl_war.integration.verl.failures import cause_of
 from verl_war.sim.trace import TrajectorySpec, write_trace
 from verl_war.version import clone_version
@@ -65,7 +64,7 @@ class Worker:
 
     def __init__(self, plan: FixedWorkPlan, start: Start = start_servers, play: Play = replay) -> None:
         self._plan, self._start, self._play = plan, start, play
-        self._texts = read_texts(plan.texts_file)
+        self._texts = plan.texts()
         self._engines: dict[EngineKind, Engines] = {}
         self._version = clone_version(plan.repo)
         self._step = 0

@@ -1,22 +1,24 @@
-"""The trajectories of a fixed-work comparison: generated for a machine of two cores, or a trace."""
+"""The trajectories of a fixed-work comparison: recorded episodes of a recipe, or a trace."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
+import math
+import random
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
 from pathlib import Path
 from statistics import fmean
 
-from verl_war.sim.trace import TrajectorySpec, read_trace
-from verl_war.sim.workload import WorkloadShape, generate
+from verl_war.compare.fixed_work.episodes import Episode, Task, group_name
+from verl_war.compare.fixed_work.texts import common_prefix
+from verl_war.sim.trace import TrajectorySpec, TurnSpec, read_trace
 
-SHAPE = WorkloadShape(
-    system_tokens=160, task_tokens=(64, 320), turns_mean=8.0, output_mean=32.0, tool_tokens_mean=64.0,
-    tool_s_mean=0.4, max_context_tokens=2048, start_spread_s=0.5, max_turns=20,
-)  # fmt: skip
-"""A step that two cores serve in half a minute: the recipes' prompts and tool outputs, turns that the demo model
-generates in about a second, tools that take about as long."""
+TOOL_S_MEAN, TOOL_S_SIGMA = 0.4, 1.0
+"""Of the lognormal seconds that a tool takes: about as long as the demo model generates a turn on two cores."""
+
+START_SPREAD_S = 0.5
+"""Trajectories start within so many seconds: sandboxes do not all come up at once."""
 
 LOW_LOAD = 2
 """Trajectories per replica: the tail of a step."""
@@ -29,11 +31,10 @@ SWEEP_SHARES = (0.5, 0.8, 1.2, 2.0, 3.0)
 """`sweep`: few trajectories, where drafts count, then on through the KV's capacity."""
 
 
-@functools.cache
-def mean_context_tokens() -> float:
-    """Context of a generated trajectory, mean over the trajectories of their turns' mean."""
-    specs = generate(SHAPE, 512, seed=0)
-    return fmean(fmean(contexts(spec)) for spec in specs)
+def mean_context_tokens(tasks: Sequence[Task]) -> float:
+    """Context of a recorded trajectory, mean over the trajectories of their turns' mean."""
+    episodes = sum(len(task.episodes) for task in tasks)
+    return fmean(fmean(contexts(spec)) for spec in recorded(tasks, episodes, seed=0))
 
 
 def contexts(spec: TrajectorySpec) -> list[int]:
@@ -44,20 +45,29 @@ def contexts(spec: TrajectorySpec) -> list[int]:
     return lengths
 
 
-def parse_loads(text: str, kv_tokens: int) -> tuple[int, ...]:
+def parse_loads(text: str, kv_tokens: int, context_tokens: float) -> tuple[int, ...]:
     """Trajectories per replica for each word of `--load`.
+
+    Args:
+        text: The option.
+        kv_tokens: KV of a replica.
+        context_tokens: Mean context of a trajectory, for the loads by name.
 
     Raises:
         ValueError: A word is neither a load by name nor a whole number from 1 on.
     """
+
+    def filling(kv_share: float) -> int:
+        return max(1, round(kv_share * kv_tokens / context_tokens))
+
     loads: list[int] = []
     for word in text.split(","):
         if word == "sweep":
-            loads += [*SWEEP_FIRST, *(_filling(share, kv_tokens) for share in SWEEP_SHARES)]
+            loads += [*SWEEP_FIRST, *(filling(share) for share in SWEEP_SHARES)]
         elif word == "low":
             loads.append(LOW_LOAD)
         elif word in KV_SHARES:
-            loads.append(_filling(KV_SHARES[word], kv_tokens))
+            loads.append(filling(KV_SHARES[word]))
         elif word.isdecimal() and int(word) > 0:
             loads.append(int(word))
         else:
@@ -68,13 +78,39 @@ def parse_loads(text: str, kv_tokens: int) -> tuple[int, ...]:
     return tuple(sorted(set(loads)))
 
 
-def _filling(kv_share: float, kv_tokens: int) -> int:
-    return max(1, round(kv_share * kv_tokens / mean_context_tokens()))
+def recorded(tasks: Sequence[Task], trajectories: int, seed: int) -> tuple[TrajectorySpec, ...]:
+    """A step of so many trajectories, siblings one after another as verl repeats its prompts.
+
+    Tasks come in an order of the seed, each once before any comes again. The last group is smaller when the number
+    ends within it. Starts and the seconds of tools are drawn.
+    """
+    return tuple(islice(_endless(tasks, random.Random(seed)), trajectories))
 
 
-def generated(trajectories: int, seed: int) -> tuple[TrajectorySpec, ...]:
-    """A step of so many trajectories."""
-    return generate(SHAPE, trajectories, seed)
+def _endless(tasks: Sequence[Task], rng: random.Random) -> Iterator[TrajectorySpec]:
+    system_tokens = len(common_prefix([task.prompt for task in tasks]))
+    for round_number in count(1):
+        for number in rng.sample(range(len(tasks)), len(tasks)):
+            group, task = group_name(number, round_number), tasks[number]
+            for sample, episode in enumerate(task.episodes):
+                yield TrajectorySpec(
+                    trajectory_id=f"{group}-{sample}",
+                    group_id=group,
+                    system_tokens=system_tokens,
+                    prompt_tokens=len(task.prompt),
+                    start_s=round(rng.uniform(0.0, START_SPREAD_S), 4),
+                    turns=_turns(episode, rng),
+                )
+
+
+def _turns(episode: Episode, rng: random.Random) -> tuple[TurnSpec, ...]:
+    mu = math.log(TOOL_S_MEAN) - TOOL_S_SIGMA**2 / 2
+    *called, last = episode
+    turns = [
+        TurnSpec(turn.output_tokens, round(rng.lognormvariate(mu, TOOL_S_SIGMA), 4), len(turn.tool_output))
+        for turn in called
+    ]
+    return (*turns, TurnSpec(last.output_tokens))
 
 
 def from_trace(path: Path) -> tuple[TrajectorySpec, ...]:
