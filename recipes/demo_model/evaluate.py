@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import statistics
 import sys
 import tempfile
@@ -36,6 +37,8 @@ from recipes.search_agent.corpus import write_corpus
 from recipes.search_agent.demonstrations import TOOLS_YAML as SEARCH_TOOLS_PATH
 from recipes.search_agent.prompt import prompt_messages as search_prompt
 from recipes.search_agent.reward import compute_score as search_score
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINT_PATH = Path(__file__).with_name("checkpoint")
 RECIPES = ("code_agent", "search_agent")
@@ -117,16 +120,18 @@ def play(
     *,
     num_tasks: int,
     samples: int = 1,
+    at_once: int | None = None,
     seed: int,
     limits: EpisodeLimits = EpisodeLimits(),  # noqa: B008 - immutable
 ) -> tuple[list[Episode], list[Any]]:
-    """Play every generated task ``samples`` times, all at the same time.
+    """Play every generated task ``samples`` times.
 
     Args:
         policy: who plays.
         recipe: one of ``RECIPES``.
         num_tasks: how many are generated.
         samples: episodes of each task; they follow one another in the result.
+        at_once: how many episodes are played at the same time; all by default.
         seed: of the tasks.
         limits: when an episode is cut off.
 
@@ -143,7 +148,7 @@ def play(
         with contextlib.redirect_stdout(sys.stderr):  # verl prints every tool that it loads
             tools = load_all_tools(str(tools_path), None)
         rows = [row for row in tasks for _ in range(samples)]
-        return asyncio.run(_play_all(policy, recipe, rows, tools, limits)), tools
+        return asyncio.run(_play_all(policy, recipe, rows, tools, limits, at_once or len(rows))), tools
 
 
 def _tasks(recipe: str, count: int, seed: int, directory: Path) -> tuple[list[dict[str, Any]], Path]:
@@ -163,7 +168,12 @@ def _tasks(recipe: str, count: int, seed: int, directory: Path) -> tuple[list[di
 
 
 async def _play_all(
-    policy: BatchingPolicy, recipe: str, rows: list[dict[str, Any]], tools: list[Any], limits: EpisodeLimits
+    policy: BatchingPolicy,
+    recipe: str,
+    rows: list[dict[str, Any]],
+    tools: list[Any],
+    limits: EpisodeLimits,
+    at_once: int,
 ) -> list[Episode]:
     config = loop_config(**asdict(limits))
     kind = CodeAgentLoop if recipe == "code_agent" else ToolAgentLoop
@@ -180,8 +190,14 @@ async def _play_all(
         )
         for _ in rows
     ]
-    async with policy.serving(len(rows)):
-        return list(await asyncio.gather(*(_play(policy, *pair) for pair in zip(loops, rows, strict=True))))
+    pairs = list(zip(loops, rows, strict=True))
+    episodes: list[Episode] = []
+    for first in range(0, len(pairs), at_once):
+        batch = pairs[first : first + at_once]
+        async with policy.serving(len(batch)):
+            episodes += await asyncio.gather(*(_play(policy, *pair) for pair in batch))
+        logger.info("%d of %d episodes played", len(episodes), len(pairs))
+    return episodes
 
 
 async def _play(policy: BatchingPolicy, loop: ToolAgentLoop, row: dict[str, Any]) -> Episode:

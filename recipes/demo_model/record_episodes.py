@@ -26,6 +26,9 @@ from verl_war.compare.fixed_work.episodes import FORMAT
 TEMPERATURE = 1.0
 """As in training: it decides how long and how different the samples of a task are."""
 
+TASKS_AT_ONCE = 3
+"""A batch lasts as long as its longest turn, and its memory should stay in the processor's cache."""
+
 
 def turns_of(output: AgentLoopOutput) -> list[dict[str, Any]]:
     """The turns of an episode: how many tokens were generated, then what the tool said; nothing after the last turn."""
@@ -69,7 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT_PATH, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT_PATH)
     policy = BatchingPolicy(model, tokenizer, temperature=TEMPERATURE, seed=options.seed)
-    episodes, _ = play(policy, options.recipe, num_tasks=options.tasks, samples=options.samples, seed=options.seed)
+    episodes, _ = play(
+        policy, options.recipe, num_tasks=options.tasks, samples=options.samples,
+        at_once=TASKS_AT_ONCE * options.samples, seed=options.seed,
+    )  # fmt: skip
     tasks, left_out = tasks_of([episode.output for episode in episodes], options.samples)
     facts = {"format": FORMAT, "recipe": options.recipe, "seed": options.seed, "samples": options.samples}
     facts |= {"temperature": TEMPERATURE}
