@@ -28,7 +28,6 @@ ZERO_UNLESS_LOADED = {
     *("war/turn_s_predicted", "war/turn_s_measured"),
     *("war/regime_high", "war/regime_changes", "war/kv_load_peak"),
     *("war/guard_trial", "war/guard_off", "war/guard_speedup", "war/cache_lost_share"),
-    "war/holding_gain",
 }
 """What stays zero where everything fits in the KV caches; unit tests and simulations move it."""
 

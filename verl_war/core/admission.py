@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from verl_war.core.config import AdmissionConfig
 from verl_war.core.fleet import Conversation, Replica
-from verl_war.core.step_time import StepTime
 from verl_war.core.types import Turn
 
 EVIDENCE_TURNS = 64
@@ -188,47 +186,6 @@ class TrustController:
         """The caches were cleared: what was missed since tells nothing."""
         for evidence in self._evidence.values():
             evidence.turns = evidence.believed_tokens = evidence.lost_tokens = evidence.preemptions = 0
-
-
-HOLD_GAIN = 1.25
-"""Holding begins when it saves so many times what it costs: both are estimates, and the tail of a step is longer."""
-
-
-@dataclass(slots=True)
-class HoldingPrice:
-    """Whether to hold conversations that exceed the KV, or to let them evict each other.
-
-    Let conversations of x tokens each run on a replica with a KV of C, f times as many as fit. A share 1 - 1/f of each
-    context is gone when its next turn comes, and prefilling it takes `token_s` x (1 - 1/f). In return, d f C/x of them
-    decode together, where d is the share that is not waiting for tools, and each of a turn's n iterations takes that
-    part of the iteration's fixed `base_s`. Both are linear in 1/f, so that either none is held or all that do not fit:
-
-        saved / lost = token_s d C / (n base_s)
-
-    whatever x is. On GPUs it is 5 and more; a small model with a small KV prefills so fast that holding loses.
-
-    Attributes:
-        gain: That ratio; infinite until step times were measured.
-        pays: Whether conversations are held.
-    """
-
-    gain: float = math.inf
-    pays: bool = True
-
-    def update(self, model: StepTime, capacity_tokens: float, duty: float, iterations: float) -> bool:
-        """Take in what is known now; returns whether `pays` has changed.
-
-        Args:
-            model: Step times as measured.
-            capacity_tokens: KV of a replica; 0 while unknown, which changes nothing.
-            duty: Share of the running conversations that are being served.
-            iterations: Engine iterations of a turn, drafts counted.
-        """
-        if capacity_tokens <= 0 or iterations <= 0:
-            return False
-        self.gain = model.prefill_s(duty * capacity_tokens) / (iterations * model.base_s)
-        before, self.pays = self.pays, self.gain >= (1.0 if self.pays else HOLD_GAIN)
-        return self.pays != before
 
 
 def deadline_s(conversation: Conversation, config: AdmissionConfig) -> float:

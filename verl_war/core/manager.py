@@ -205,7 +205,7 @@ class WorkloadManager:
             replica.pace.update(window, self._step_time.value())
             self._fleet.on_pace(replica)
         if self._scheduler is not None:
-            self._scheduler.on_step_time(self._step_time.value(), self._step_time.observations)
+            self._scheduler.placement.model = self._step_time.value()
             self._scheduler.trust.on_preemptions(replica, preempted)
             self._scheduler.control(replica, now_s)
         return self._drain(now_s)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from verl_war.core.admission import HeldTurn, HoldingPrice, HoldQueue, TrustController, deadline_s, pause_order
+from verl_war.core.admission import HeldTurn, HoldQueue, TrustController, deadline_s, pause_order
 from verl_war.core.cache_view import CacheView
 from verl_war.core.config import WarConfig
 from verl_war.core.fleet import Conversation, Fleet, Replica
@@ -17,7 +16,6 @@ from verl_war.core.guard import ControlGuard
 from verl_war.core.placement import PricedPlacement
 from verl_war.core.progress import Progress
 from verl_war.core.regime import FleetLoad
-from verl_war.core.step_time import StepTime
 from verl_war.core.types import PRICE_TERMS, Reason, Turn
 
 logger = logging.getLogger(__name__)
@@ -28,7 +26,6 @@ DEGENERATE_AFTER = 50
 SCHEDULER_METRICS = (
     *("war/turns_paused", "war/regime_high", "war/regime_changes", "war/kv_load_peak", "war/degenerate_terms"),
     *("war/guard_trial", "war/guard_off", "war/guard_speedup", "war/cache_lost_share"),
-    "war/holding_gain",
     *(f"war/decisive_{name.removesuffix('_s')}" for name in PRICE_TERMS),
 )
 """What `Scheduler.report` gives."""
@@ -36,9 +33,6 @@ SCHEDULER_METRICS = (
 THRASH_SHARE = 0.2
 """Share of the cache that engines may lose in a step under admission before that is worth a warning: ten times what
 the controller takes for thrash."""
-
-MEASURED_WINDOWS = 10
-"""Windows from which measured step times tell what holding is worth; the proportions of an unknown machine don't."""
 
 LOOKAHEAD = 8
 """Held turns that are tried when those ranked before them do not fit: small ones fill gaps, but the scan is short."""
@@ -75,7 +69,6 @@ class Scheduler:
         self.placement = PricedPlacement(config.scheduling, fleet, cache_view, progress, rng)
         self.queue = HoldQueue()
         self.trust = TrustController()
-        self.holding = HoldingPrice()
         self.groups = GroupPlacement(fleet)
         self.load = FleetLoad(config.regime, fleet)
         self.guard = ControlGuard(config.guard)
@@ -94,7 +87,7 @@ class Scheduler:
 
     @property
     def _is_admitting(self) -> bool:
-        return self._config.admission.enabled and self.holding.pays and self.is_in_force
+        return self._config.admission.enabled and self.is_in_force
 
     def on_step_begin(self, num_trajectories: int, group_size: int, now_s: float) -> None:
         """A step of so many trajectories begins, `group_size` of each prompt."""
@@ -121,22 +114,6 @@ class Scheduler:
             logger.info(
                 "fleet: load %s -> %s (%s; %d conversations on %d replicas)",
                 *(change.old, change.new, change.cause, len(self._fleet.conversations), self._fleet.pool_size),
-            )
-
-    def on_step_time(self, model: StepTime, windows: float) -> None:
-        """Step times were measured anew, and the model rests on so many windows."""
-        self.placement.model = model
-        pool = self._fleet.pool()
-        if not pool or windows < MEASURED_WINDOWS:
-            return
-        capacity_tokens = sum(replica.capacity_tokens for replica in pool) / len(pool)
-        yielded = sum(replica.draft_yield.tokens_per_iteration for replica in pool) / len(pool)
-        iterations = self._progress.output_tokens / yielded
-        if self.holding.update(model, capacity_tokens, self._fleet.duty, iterations):
-            self._fleet.freed += 1  # what was held may run now
-            logger.info(
-                "fleet: holding %s (prefilling the KV in use takes %.2f times the fixed cost of a turn's iterations)",
-                *("pays" if self.holding.pays else "does not pay", self.holding.gain),
             )
 
     def request(self, turn: Turn, conversation: Conversation, now_s: float) -> list[Start]:
@@ -198,8 +175,7 @@ class Scheduler:
                 "expected under %.0f%%). Do other clients use these engines, or is vLLM's prefix caching off?",
                 *(100 * lost_share, 100 * THRASH_SHARE),
             )
-        gain = self.holding.gain if math.isfinite(self.holding.gain) else 0.0
-        guard = (self.guard.was_trial, self.guard.is_losing, self.guard.speedup, lost_share, gain)
+        guard = (self.guard.was_trial, self.guard.is_losing, self.guard.speedup, lost_share)
         values = (paused, self.load.regime == "high", changes, load_peak, degenerate, *guard, *shares)
         return {name: float(value) for name, value in zip(SCHEDULER_METRICS, values, strict=True)}
 

@@ -30,7 +30,6 @@ METRICS: dict[str, tuple[str, str]] = {
         "ratio",
         "stock verl's seconds per token over WAR's in the trials; 1 before the first",
     ),
-    "war/holding_gain": ("ratio", "seconds that holding saves over those that it costs; 0 before steps were measured"),
     "war/cache_lost_share": ("0..1", "of the cached tokens believed of conversations left alone, those that were lost"),
     "war/turns_overdue": ("count", "held turns started although they did not fit: hold limit or sandbox deadline"),
     "war/held_s": ("s", "time that turns were held, summed"),
