@@ -30,31 +30,37 @@ TASKS_AT_ONCE = 3
 """A batch lasts as long as its longest turn, and its memory should stay in the processor's cache."""
 
 
-def turns_of(output: AgentLoopOutput) -> list[dict[str, Any]]:
-    """The turns of an episode: how many tokens were generated, then what the tool said; nothing after the last turn."""
+def turns_of(output: AgentLoopOutput, end_id: int) -> list[dict[str, Any]]:
+    """The turns of an episode: how many tokens were generated, then what the tool said; nothing after the last turn.
+
+    The end token `end_id` counts as the beginning of what the tool said: a replay, which forces the length of what is
+    generated, keeps it from being sampled, and puts it where it belongs.
+    """
     marked = zip(output.response_mask, output.response_ids, strict=True)
     turns: list[dict[str, Any]] = []
     for is_generated, run in groupby(marked, lambda pair: bool(pair[0])):
         token_ids = [token_id for _, token_id in run]
         if is_generated:
-            turns.append({"output_tokens": len(token_ids), "tool_output": []})
+            has_end = len(token_ids) > 1 and token_ids[-1] == end_id
+            turns.append({"output_tokens": len(token_ids) - has_end, "tool_output": [end_id] * has_end})
         elif turns:
-            turns[-1]["tool_output"] = token_ids
+            turns[-1]["tool_output"] += token_ids
     if turns:
         turns[-1]["tool_output"] = []
     return turns
 
 
-def tasks_of(outputs: Sequence[AgentLoopOutput], samples: int) -> tuple[list[dict[str, Any]], int]:
+def tasks_of(outputs: Sequence[AgentLoopOutput], samples: int, end_id: int) -> tuple[list[dict[str, Any]], int]:
     """Prompts with their episodes, and how many episodes were left out because nothing was generated in them.
 
     Args:
         outputs: The episodes, those of a task one after another.
         samples: Episodes of each task.
+        end_id: Ends a turn.
     """
     tasks = []
     for first in range(0, len(outputs), samples):
-        episodes = [turns for output in outputs[first : first + samples] if (turns := turns_of(output))]
+        episodes = [turns for output in outputs[first : first + samples] if (turns := turns_of(output, end_id))]
         if episodes:
             tasks.append({"prompt": list(outputs[first].prompt_ids), "episodes": episodes})
     return tasks, len(outputs) - sum(len(task["episodes"]) for task in tasks)
@@ -76,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         policy, options.recipe, num_tasks=options.tasks, samples=options.samples,
         at_once=TASKS_AT_ONCE * options.samples, seed=options.seed,
     )  # fmt: skip
-    tasks, left_out = tasks_of([episode.output for episode in episodes], options.samples)
+    tasks, left_out = tasks_of([episode.output for episode in episodes], options.samples, tokenizer.eos_token_id)
     facts = {"format": FORMAT, "recipe": options.recipe, "seed": options.seed, "samples": options.samples}
     facts |= {"temperature": TEMPERATURE}
     options.out.parent.mkdir(parents=True, exist_ok=True)

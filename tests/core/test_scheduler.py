@@ -223,6 +223,15 @@ def test_lost_cache_lowers_the_trusted_share_and_calm_raises_it_while_somebody_w
     assert manager.report()["war/replica/0/trusted_share"] > lowered
 
 
+def test_evidence_of_steps_with_few_turns_adds_up():
+    manager = manager_of(["a"])
+    for step, begin_s in enumerate((1.0, 100.0, 200.0)):
+        assert manager.report()["war/replica/0/trusted_share"] == 1.0, step
+        turns_of(manager, EVIDENCE_TURNS // 2, 0.5, begin_s)
+        manager.on_weights_updated(begin_s + 90.0)
+    assert manager.report()["war/replica/0/trusted_share"] < 1.0
+
+
 def test_loss_on_a_replica_that_is_far_from_full_is_not_thrash():
     manager = manager_of(["a"], capacity=100_000)
     turns_of(manager, 2 * EVIDENCE_TURNS, 0.0, 1.0)

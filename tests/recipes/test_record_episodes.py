@@ -28,7 +28,8 @@ def output(mask, prompt=(1, 2)):
     ],
 )
 def test_a_response_is_split_into_turns_and_what_tools_said(mask, turns):
-    assert turns_of(output(mask)) == [{"output_tokens": tokens, "tool_output": tool} for tokens, tool in turns]
+    expected = [{"output_tokens": tokens, "tool_output": tool} for tokens, tool in turns]
+    assert turns_of(output(mask), end_id=0) == expected
 
 
 def test_samples_are_kept_with_their_task_and_empty_ones_counted():
@@ -40,6 +41,16 @@ def test_samples_are_kept_with_their_task_and_empty_ones_counted():
         output([], (4,)),
         output([], (4,)),
     ]
-    tasks, left_out = tasks_of(played, samples=2)
+    tasks, left_out = tasks_of(played, samples=2, end_id=0)
     assert left_out == 3
     assert [(task["prompt"], len(task["episodes"])) for task in tasks] == [([1, 2], 1), ([3], 2)]
+
+
+def test_the_end_of_a_turn_belongs_to_what_follows_it():
+    episode = output([1, 1, 1, 0, 1, 0, 1, 1])
+    episode.response_ids[2] = episode.response_ids[4] = episode.response_ids[7] = 9
+    assert turns_of(episode, end_id=9) == [
+        {"output_tokens": 2, "tool_output": [9, 103]},
+        {"output_tokens": 1, "tool_output": [105]},  # of one token alone nothing would be left to generate
+        {"output_tokens": 1, "tool_output": []},
+    ]

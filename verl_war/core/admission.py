@@ -182,11 +182,6 @@ class TrustController:
         self._believed_tokens = self._lost_tokens = 0
         return lost / believed if believed else 0.0
 
-    def forget(self) -> None:
-        """The caches were cleared: what was missed since tells nothing."""
-        for evidence in self._evidence.values():
-            evidence.turns = evidence.believed_tokens = evidence.lost_tokens = evidence.preemptions = 0
-
 
 def deadline_s(conversation: Conversation, config: AdmissionConfig) -> float:
     """When a held turn of the conversation has to run for its sandbox's sake."""

@@ -101,7 +101,6 @@ class Scheduler:
         change = self.guard.on_step_end(self.load.was_high)
         if change is not None:
             logger.warning("fleet: scheduling and admission %s -> %s (%s)", change.old, change.new, change.cause)
-        self.trust.forget()
         self.groups.clear()
         self.load.on_step_end()
         self._prompt_tokens = {group: n for group, n in self._prompt_tokens.items() if group in live_groups}

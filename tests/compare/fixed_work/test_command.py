@@ -177,11 +177,11 @@ def test_another_comparison_in_the_directory_is_left_alone(out, capsys):
 def test_results_of_other_work_are_left_alone(out, capsys):
     run(out)
     found = json.loads((out / "plan.json").read_text())
-    assert found["work"].startswith("recorded 2 ")
+    assert found["work"].startswith("recorded 3 ")
     del found["work"]  # as before episodes were recorded
     (out / "plan.json").write_text(json.dumps(found))
     assert run(out)[0] == 2
-    assert "holds another comparison (work: None -> 'recorded 2 " in capsys.readouterr().err
+    assert "holds another comparison (work: None -> 'recorded 3 " in capsys.readouterr().err
 
 
 def test_a_directory_in_use_is_refused(out, capsys):

@@ -13,7 +13,7 @@ from verl_war.compare.fixed_work.plan import episodes_file
 from verl_war.compare.plan import RECIPES
 
 GOOD = {
-    "format": 2,
+    "format": 3,
     "recipe": "code_agent",
     "tasks": [
         {
@@ -44,8 +44,8 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
         (None, "FileNotFoundError"),
         (json.dumps(GOOD)[:60], "JSONDecodeError"),
         ("[1]", "TypeError"),
-        (json.dumps({**GOOD, "format": 1}), "format 1, expected 2"),
-        (json.dumps({"format": 2}), "KeyError"),
+        (json.dumps({**GOOD, "format": 1}), "format 1, expected 3"),
+        (json.dumps({"format": 3}), "KeyError"),
         (json.dumps({**GOOD, "tasks": []}), "no task"),
         (json.dumps({**GOOD, "tasks": [{"prompt": [], "episodes": []}]}), "a task without prompt"),
         (json.dumps({**GOOD, "tasks": [{"prompt": [1], "episodes": [[]]}]}), "a task without prompt"),

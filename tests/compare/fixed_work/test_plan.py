@@ -109,7 +109,7 @@ def test_a_missing_or_damaged_recording_is_refused(tmp_path):
     path.write_bytes(episodes_file(ROOT, "code_agent").read_bytes())
     found.check_work()
     before = found.identity()
-    assert before["work"].startswith("recorded 2 ")
+    assert before["work"].startswith("recorded 3 ")
     path.write_bytes(episodes_file(ROOT, "search_agent").read_bytes())
     assert found.identity()["work"] != before["work"]
     path.write_bytes(path.read_bytes()[:1000])

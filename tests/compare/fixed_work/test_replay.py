@@ -81,7 +81,7 @@ async def test_lengths_are_forced():
     client = FakeClient()
     await play("stock", client, [quick("g-0"), quick("g-1")])
     sampling = [params for _, _, params, _ in client.requests]
-    assert sampling == [{"max_tokens": 10, "min_tokens": 9, "ignore_eos": True, "temperature": 1.0}] * 6
+    assert sampling == [{"max_tokens": 10, "min_tokens": 10, "ignore_eos": True, "temperature": 1.0}] * 6
 
 
 @pytest.mark.parametrize("arm,priorities", [("stock", {0}), ("stock_priority", {0, 1, 2}), ("vllm_suffix", {0})])

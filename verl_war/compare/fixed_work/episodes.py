@@ -2,10 +2,11 @@
 
 `recipes.demo_model.record_episodes` writes the file:
 
-    {"format": 2, "recipe": "code_agent", "seed": 5, "samples": 8, "temperature": 1.0,
+    {"format": 3, "recipe": "code_agent", "seed": 5, "samples": 8, "temperature": 1.0,
      "tasks": [{"prompt": [7, 8], "episodes": [[{"output_tokens": 21, "tool_output": [9]}, ...], ...]}, ...]}
 
-An episode is its turns; after the last one no tool says anything.
+An episode is its turns; after the last one no tool says anything. The token that ends a turn is the first of
+`tool_output`, not one of `output_tokens`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2
-"""Of the file. 1 held conversations without lengths of turns."""
+FORMAT = 3
+"""Of the file. 1 held conversations without lengths of turns, 2 counted the end of a turn as generated."""
 
 
 @dataclass(frozen=True, slots=True)

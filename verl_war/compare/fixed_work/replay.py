@@ -224,11 +224,11 @@ class _Player:
 
     async def _turn(self, spec: TrajectorySpec, number: int, position: int, context: list[int]) -> list[int]:
         name, tokens = spec.trajectory_id, spec.turns[number].output_tokens
-        # The end token is kept from being sampled before the last place, not only ignored: behind it the model has
-        # nothing to say, and without it the next context is none that the model knows. No seed: with one, vLLM on a CPU
-        # dies of a prompt that it reads in chunks (gpu_model_runner.py:3750, 0.27.1: generators of a CPU have no
-        # offset), and with drafts it would not reproduce the text anyway.
-        sampling = {"max_tokens": tokens, "min_tokens": tokens - 1, "ignore_eos": True, "temperature": 1.0}
+        # The end token is kept from being sampled, not only ignored: behind it the model has nothing to say; recorded
+        # episodes have it before what the tool says. No seed: with one, vLLM on a CPU dies of a prompt that it reads in
+        # chunks (gpu_model_runner.py:3750, 0.27.1: generators of a CPU have no offset), and with drafts it would not
+        # reproduce the text anyway. A minimum below the maximum would cost each turn a step without drafts.
+        sampling = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
         asked_s = self._now_s()
         # As verl numbers a batch (experimental/agent_loop/agent_loop.py:1245, 0.9.1).
         priority = position if self._has_priority else 0
