@@ -36,9 +36,10 @@ def _speed_up(row: dict[str, Any] | None) -> str:
 
 
 @claim
-def fixed_work_repeats(folder: str, load: str) -> str:
-    """Paired repeats of a load that count, in the arm that has fewest."""
-    return str(min(row["n"] for (_, of), row in _rows(folder).items() if of == load))
+def fixed_work_repeats(folder: str, load: str, *arms: str) -> str:
+    """Repeats in which both the base and these arms count, at a load; the fewest of them."""
+    rows = _rows(folder)
+    return str(min(rows[arm, load]["speed_up"]["n"] for arm in arms))
 
 
 @claim

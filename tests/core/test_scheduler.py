@@ -90,6 +90,30 @@ def test_the_longest_remaining_starts_first():
     assert names(manager.on_trajectory_end("big", False, 3.0)) == ["l", "s"]
 
 
+def prompt_of(group, common_tokens, own_tokens):
+    """A first turn whose prompt begins as those of all other groups do."""
+    blocks = [("all", i) for i in range(common_tokens // BLOCK)] + [(group, i) for i in range(own_tokens // BLOCK)]
+    return Turn(session_id=group, trajectory_id=group, group_id=group, prompt_tokens=common_tokens + own_tokens,
+                block_hashes=tuple(map(hash, blocks)))  # fmt: skip
+
+
+@pytest.mark.parametrize(("common_tokens", "fitting"), [(3_200, 6), (0, 2)])
+def test_what_all_prompts_begin_with_takes_room_once(common_tokens, fitting):
+    manager = manager_of(["a"])
+    prompts = [prompt_of(f"g{i}", common_tokens, 4_160 - common_tokens) for i in range(8)]
+    assert sum(len(manager.on_turn(prompt, 0.0)) for prompt in prompts) == fitting
+    peak = manager.report()["war/replica/0/working_set_peak"]
+    assert peak == pytest.approx((common_tokens + fitting * (4_160 - common_tokens)) / CAPACITY)
+
+
+def test_another_beginning_is_shared_by_nobody():
+    manager = manager_of(["a"], capacity=10**6)
+    for name, common_tokens in (("g0", 3_200), ("g1", 3_200), ("other", 0), ("g2", 3_200)):
+        manager.on_turn(prompt_of(name, common_tokens, 4_160 - common_tokens), 0.0)
+    expected = 4_160 + 960 + 4_160 + 4_160
+    assert manager.report()["war/replica/0/working_set_peak"] == pytest.approx(expected / 10**6)
+
+
 def test_a_full_replica_pauses_the_one_whose_blocks_the_engine_evicts_next():
     manager = manager_of(["a"])
     begun = {name: manager.on_turn(turn(name, 3_000), 0.0)[0] for name in ("first", "last", "running")}

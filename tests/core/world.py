@@ -283,7 +283,7 @@ class World:
                 group: groups.count(group) for group in groups if group
             }
             prompts = sum(tokens for _, tokens in replica.group_prompts.values())
-            needs = prompts + sum(member.need_tokens for member in members)
+            needs = prompts + sum(member.need_tokens for member in members) + replica.common_tokens * bool(members)
             assert math.isclose(replica.working_set_tokens, needs, abs_tol=1e-3)
         assert self.fleet.admitted == admitted
         assert self.fleet.inflight == sum(len(turns) for turns in self.live.values())

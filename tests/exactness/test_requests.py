@@ -195,8 +195,7 @@ def test_calls_on_an_engine_without_speculation():
     calls.model_runner = SimpleNamespace()
     assert calls.war_speculation_stats() is None
     calls.war_policy_step(3, {})
-    calls.war_history_apply(b"x")
-    assert calls.war_history_take(1000) == b""
+    assert calls.war_history_exchange([b"x"], 1000) == b""
     with pytest.raises(RuntimeError, match="has no WAR speculation"):
         calls.war_set_speculation({})
 

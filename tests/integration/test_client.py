@@ -175,6 +175,31 @@ async def test_a_dead_engine_behind_a_living_server_counts_as_gone(make_rig):
     assert await rig.war_router.get_all_servers() == ["r1"]
 
 
+@pytest.mark.parametrize("stamp_is_old", [True, False])
+async def test_a_replica_that_breaks_before_its_grant_is_heard_of_is_not_waited_for(make_rig, stamp_is_old):
+    """Its loss is told before there is a turn on it that could be told."""
+    rig = make_rig(2)
+    client = rig.client()
+    await client.link._join()
+    exchange, broken = rig.war_router.exchange, []
+
+    async def breaking(owner, batch):
+        stamp, answers = await exchange(owner, batch)
+        if not broken:
+            broken.append(answers[0].replica_id)
+            rig.servers[broken[0]].target.is_hung = True
+            await rig.war_router.report_replica(broken[0], "it was killed", True)
+            await until(lambda: client.link._is_pool_old)
+        return stamp if stamp_is_old else (await exchange(owner, []))[0], answers
+
+    rig.war_router.exchange = breaking
+    assert (await asyncio.wait_for(generate(client), 10)).token_ids == [7, 8]
+    (other,) = set(rig.servers) - set(broken)
+    assert rig.served() == {broken[0]: 0, other: 1}
+    client.end_trajectory("session", failed=False)
+    await until(lambda: not any(rig.manager.inflight.values()))
+
+
 async def test_when_no_replica_is_left_the_trajectory_fails_at_once(make_rig):
     rig = make_rig(2)
     for server in rig.servers.values():

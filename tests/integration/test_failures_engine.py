@@ -31,7 +31,8 @@ def server_of(engine):
     server = WarHttpServer.__new__(WarHttpServer)
     server.engine, server.replica_rank, server.global_steps = engine, 0, 3
     server._disaggregation_role, server._submission_paused, server._admitting = "null", False, 0
-    server.node_rank = 0
+    server.node_rank, server._turns, server._rejecting = 0, {}, False
+    server._resume_event = asyncio.Event()
     server.config = Config(max_model_len=1024, response_length=600, prompt_length=400, full_determinism=False,
                            enable_rollout_routing_replay=False, mtp=None)
     server.model_config = Config(processor=None, lora_rank=0, lora={})
@@ -76,6 +77,15 @@ async def main():
     seen["aborted"] = [(await server.war_snapshot()).is_idle, answer.done(), (await late).stop_reason]
     os.kill(pid, signal.SIGCONT)
     await asyncio.wait_for(answer, 60)
+
+    server._submission_paused = True
+    parked = asyncio.ensure_future(turn("parked", 5))
+    await asyncio.sleep(0.1)
+    answer = await server.abort_request("parked", reset_prefix_cache=False)
+    await asyncio.wait((parked,), timeout=10)
+    seen["parked"] = [answer["aborted"], parked.cancelled()]
+    seen["unknown"] = (await server.abort_request("unknown", reset_prefix_cache=False))["aborted"]
+    server._submission_paused = False
 
     doomed = asyncio.ensure_future(turn("doomed", 600))
     await asyncio.sleep(0.1)
@@ -124,6 +134,8 @@ def test_an_engine_that_is_read_stopped_and_killed(tmp_path, disable_log_stats):
     assert 256 + 4 * 100 < seen["kv_per_step"] < 4 * 512
     assert seen["hung"] == [0, 1], "a request that a stopped engine was given shows"
     assert seen["aborted"] == [True, False, "aborted"], "only the engine itself can say whether it goes on"
+    assert seen["parked"] == [True, True], "one that waits at verl's gate never reaches the engine"
+    assert seen["unknown"] is False
     assert seen["running"] == 1
     for met in ("in flight", "next", "reading", "waiting"):
         name, is_gone, is_retried, message = seen[met]

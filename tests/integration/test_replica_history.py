@@ -24,8 +24,8 @@ class Account:
         if self.error:
             raise self.error
         self.calls.append((method, *args))
-        if method == "war_history_take":
-            return [self.outbox.pop(0) if self.outbox else b"", b""]
+        if method == "war_history_exchange":
+            return [self.outbox.pop(0) if self.outbox and args[1] else b"", b""]
         return {"war_speculation_stats": [None, {"steps": 1}], "war_history_load": [5, 0]}.get(method, [None])
 
     def named(self, name):
@@ -89,6 +89,25 @@ async def test_a_peer_that_is_stuck_or_broken_gets_no_more_and_keeps_nobody(hist
     await asyncio.sleep(0.05)
     it._engine.outbox = [b"late"]
     await until(lambda: peers[0].target.got[-1] == b"late")
+
+
+async def test_what_arrives_meanwhile_goes_to_the_engine_with_one_call(history):
+    it = history()
+    arriving = [asyncio.ensure_future(it.apply(batch)) for batch in (b"a", b"b", b"c")]
+    await asyncio.wait(arriving, timeout=10)
+    assert all(call.done() for call in arriving)
+    assert it._engine.named("war_history_exchange") == [([b"a", b"b", b"c"], 0)], "and no text for nobody"
+    await until(it._task.done)
+    await asyncio.wait_for(it.apply(b"later"), 10)
+    assert it._engine.named("war_history_exchange")[1:] == [([b"later"], 0)]
+
+
+async def test_who_sends_to_a_broken_engine_does_not_wait_for_ever(history, caplog):
+    it = history()
+    it._engine.error = RuntimeError("broken index")
+    for batch in (b"a", b"b", b"c"):
+        await asyncio.wait_for(it.apply(batch), 10)
+    assert caplog.text.count("no longer shared") == 1
 
 
 async def test_an_error_ends_sharing_and_is_logged(history, caplog):

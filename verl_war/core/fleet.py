@@ -60,10 +60,12 @@ class Replica:
         in_pool: Whether turns may be placed on it.
         capacity_tokens: KV tokens that its engine says it holds; 0 until it has reported.
         trusted_share: Share of the capacity that admission fills; `core.admission` moves it.
-        working_set_tokens: Needs of the admitted conversations plus each of their groups' prompts once.
+        working_set_tokens: Needs of the admitted conversations, each of their groups' prompts once, and once what all
+            prompts share.
         reserved_tokens: Needs of siblings that are expected to follow.
         admitted: Admitted conversations by id.
-        group_prompts: Group -> (admitted conversations, prompt tokens).
+        group_prompts: Group -> (admitted conversations, prompt tokens of its own).
+        common_tokens: What all prompts shared when the first of its conversations was admitted.
         allocated_tokens: KV tokens that its turns have taken since it joined, cache hits excluded.
         prefill_until_s: When the prefill placed so far will be done, if nothing else ran.
         is_stale: Whether its engine's reports are overdue.
@@ -82,6 +84,7 @@ class Replica:
     inflight: int = 0
     admitted: dict[str, Conversation] = field(default_factory=dict)
     group_prompts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    common_tokens: int = 0
     allocated_tokens: int = 0
     prefill_until_s: float = 0.0
     pace: ReplicaPace = field(default_factory=ReplicaPace)
@@ -117,6 +120,8 @@ class Fleet:
         self.admitted = 0
         self.freed = 0
         self.pool_size = 0
+        self.common_tokens = 0
+        """Beginning that the prompts of all groups share: in each cache once, as vLLM's prefix caching has it."""
         self._changes = 0
         self._least: tuple[int, int, list[Replica]] = (-1, 0, [])
         self._heap: list[tuple[float, int, int, Replica]] = []
@@ -184,12 +189,15 @@ class Fleet:
         return conversation
 
     def admit(self, conversation: Conversation, replica: Replica, need_tokens: float, prompt_tokens: int) -> None:
-        """Count a conversation in a replica's working set; it was in none."""
+        """Count a conversation in a replica's working set; it was in none. `prompt_tokens` are its group's alone."""
         assert not conversation.admitted, f"{conversation.session_id} is admitted on {conversation.replica_id}"
         conversation.admitted = True
         conversation.replica_id = replica.replica_id
         conversation.need_tokens = need_tokens
         self.admitted += 1
+        if not replica.admitted:
+            replica.common_tokens = self.common_tokens
+            replica.working_set_tokens += replica.common_tokens
         replica.admitted[conversation.session_id] = conversation
         replica.working_set_tokens += need_tokens
         replica.kv_tokens += conversation.context_tokens

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from verl_war.core.admission import HeldTurn, HoldQueue, TrustController, deadline_s, pause_order
@@ -74,6 +75,7 @@ class Scheduler:
         self.guard = ControlGuard(config.guard)
         self.paused = 0
         self._prompt_tokens: dict[str, int] = {}
+        self._common_blocks: tuple[int, ...] | None = None
         self._full_since: int | None = None
 
     @property
@@ -103,6 +105,7 @@ class Scheduler:
             logger.warning("fleet: scheduling and admission %s -> %s (%s)", change.old, change.new, change.cause)
         self.groups.clear()
         self.load.on_step_end()
+        self._common_blocks = None
         self._prompt_tokens = {group: n for group, n in self._prompt_tokens.items() if group in live_groups}
 
     def look(self, now_s: float) -> None:
@@ -117,7 +120,9 @@ class Scheduler:
 
     def request(self, turn: Turn, conversation: Conversation, now_s: float) -> list[Start]:
         """A turn wants to run; the pool is not empty. Returns the turns that start now, this one unless it is held."""
-        self._prompt_tokens.setdefault(turn.group_id, turn.prompt_tokens)
+        if turn.group_id not in self._prompt_tokens or not (turn.group_id or conversation.turns_begun):
+            self._prompt_tokens[turn.group_id] = turn.prompt_tokens
+            self._learn_common(turn)
         self.load.on_turn(turn.prompt_tokens, is_first=not conversation.turns_begun)
         if self.load.is_due():
             self.look(now_s)
@@ -188,9 +193,21 @@ class Scheduler:
                 *(replica.replica_id, *changed, replica.working_set_tokens, replica.capacity_tokens, len(self.queue)),
             )
 
+    def _learn_common(self, turn: Turn) -> None:
+        """The first prompt of a group: what it has in common with those of all others of the step, in whole blocks."""
+        known = self._common_blocks
+        shared = tuple(turn.block_hashes if known is None else _common(known, turn.block_hashes))
+        self._common_blocks = shared
+        # The prompt of a single group is no beginning that all share.
+        self._fleet.common_tokens = 0 if known is None else len(shared) * self._config.block_size_tokens
+
+    def _group_tokens(self, group_id: str) -> int:
+        """Prompt of a group besides what all groups share; 0 without a group."""
+        return max(0, self._prompt_tokens.get(group_id, 0) - self._fleet.common_tokens) if group_id else 0
+
     def _need_tokens(self, turn: Turn) -> float:
         """Working set of a conversation besides its group's prompt: its own context and the growth to come."""
-        shared = self._prompt_tokens.get(turn.group_id, 0) if turn.group_id else 0
+        shared = self._prompt_tokens.get(turn.group_id, 0) if turn.group_id else self._fleet.common_tokens
         growth = self._config.admission.growth_turns * self._progress.growth_tokens
         return max(0, turn.prompt_tokens - shared) + growth
 
@@ -231,7 +248,7 @@ class Scheduler:
             return True
         need_tokens = conversation.need_tokens
         if turn.group_id and turn.group_id not in replica.group_prompts:
-            need_tokens += self._prompt_tokens[turn.group_id]
+            need_tokens += self._group_tokens(turn.group_id)
         limit = self._config.admission.admit_fraction * replica.trusted_tokens
         return replica.working_set_tokens + need_tokens <= limit
 
@@ -298,6 +315,10 @@ class Scheduler:
     ) -> Start:  # fmt: skip
         if conversation.replica_id != replica.replica_id:
             conversation.retained = False
-        prompt_tokens = self._prompt_tokens.get(turn.group_id, 0)
-        self._fleet.admit(conversation, replica, conversation.need_tokens, prompt_tokens)
+        self._fleet.admit(conversation, replica, conversation.need_tokens, self._group_tokens(turn.group_id))
         return Start(turn, conversation, replica, reason, terms, held_s)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> Iterator[int]:
+    """Blocks with which both begin."""
+    return (mine for mine, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

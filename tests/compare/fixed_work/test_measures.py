@@ -63,6 +63,13 @@ def test_a_run_that_differs_from_the_base_is_refused_although_it_is_near_the_tra
     assert [row.arm for row in measures.rows_of(list(judged.values()), ["stock", "war"])] == ["stock"]
 
 
+def test_a_run_of_other_code_than_the_bases_is_refused():
+    base, same, other = record(), record("war"), replace(record("margin"), version="2")
+    found = {run.arm: run for run in measures.judged([base, same, other], "stock")}
+    assert found["war"].status == "complete" and found["margin"].status == "refused"
+    assert found["margin"].cause == "made with 2, and stock with 1; repeat the case with --fresh"
+
+
 def test_a_failed_run_counts_nowhere_and_its_pair_is_left_out():
     runs = [record("stock", repeat=it, makespan_s=10.0) for it in (1, 2)]
     runs += [record("war", repeat=1, makespan_s=5.0), record("war", repeat=2, makespan_s=1.0, cause="it broke")]

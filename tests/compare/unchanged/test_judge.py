@@ -1,6 +1,7 @@
 """What is called unchanged, and what is not."""
 
 import json
+import math
 from collections import Counter
 
 import pytest
@@ -98,7 +99,28 @@ def test_agreement_of_log_probs_has_a_tolerance(tmp_path, distance, same):
     change = lambda row, step: row | {"log_prob_diff_mean": distance, "log_prob_diff_max": 2 * distance}  # noqa: E731
     study = judged(write_comparison(tmp_path, change=change))["studies"][0]
     assert study["verdict"]["same_log_prob_agreement"] is same
-    assert study["log_probs"]["arms"]["war"] == pytest.approx({"mean": distance, "max": 2 * distance})
+    expected = {"mean": distance, "max": 2 * distance, "not_finite": 0}
+    assert study["log_probs"]["arms"]["war"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("distance", [math.nan, math.inf])
+def test_one_log_prob_that_is_not_finite_is_a_change(tmp_path, distance):
+    write_comparison(tmp_path)
+    path = tmp_path / "war" / "trajectories" / "numbers" / "2.jsonl"
+    first, *others = path.read_text().splitlines(keepends=True)
+    broken = json.loads(first) | {"log_prob_diff_mean": distance, "log_prob_diff_max": distance}
+    path.write_text("".join([json.dumps(broken) + "\n", *others]))
+    found = judged(tmp_path)
+    assert found["studies"][0]["log_probs"]["arms"]["war"]["not_finite"] == 1
+    assert found["studies"][0]["verdict"]["same_log_prob_agreement"] is False
+    assert found["unchanged"] is False
+
+
+def test_a_test_that_cannot_fail_says_nothing(tmp_path):
+    """One sample of three prompts: 8 ways to give the arms out, so that no p can be small."""
+    found = judged(write_comparison(tmp_path, seeds=(1,), prompts=3, samples=1))
+    assert found["studies"][0]["verdict"]["same_distribution_at_step_1"] is None
+    assert found["unchanged"] is False
 
 
 def test_what_cannot_be_told_is_not_called_unchanged(tmp_path):

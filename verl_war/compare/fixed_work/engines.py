@@ -111,7 +111,8 @@ class ReplayServer:
         arguments = AsyncEngineArgs(seed=rank, **spec.arguments())
         server = WarHttpServer.__new__(WarHttpServer)
         server.engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[DraftCounter])
-        server.replica_rank, server.global_steps, server._history = rank, 0, None
+        server.replica_rank, server.global_steps, server._history, server._turns = rank, 0, None, {}
+        server.node_rank = 0
         server._disaggregation_role, server._submission_paused, server._admitting = "null", False, 0
         length = spec.max_model_len
         server.config = _Attributes(max_model_len=length, response_length=length, prompt_length=length, mtp=None,

@@ -67,19 +67,21 @@ MEASURES = (
 
 
 def judged(runs: Sequence[Record], base: str) -> list[Record]:
-    """The runs; those that did other work than the base's run of the same case are refused."""
-    tokens = {
-        run.case.name: run.totals["output_tokens"] for run in runs if run.arm == base and run.status == "complete"
-    }
-    result = []
-    for run in runs:
-        expected = tokens.get(run.case.name)
-        done = run.totals["output_tokens"]
-        if run.status == "complete" and expected is not None and differ(done, expected):
-            cause = f"{done:.0f} tokens were generated, and {expected:.0f} by {base}"
-            run = replace(run, status="refused", cause=cause)
-        result.append(run)
-    return result
+    """The runs; those of other work or other code than the base's run of the same case are refused."""
+    bases = {run.case.name: run for run in runs if run.arm == base and run.status == "complete"}
+    return [_beside(run, bases.get(run.case.name), base) for run in runs]
+
+
+def _beside(run: Record, of_base: Record | None, base: str) -> Record:
+    if run.status != "complete" or of_base is None:
+        return run
+    done, expected = run.totals["output_tokens"], of_base.totals["output_tokens"]
+    if differ(done, expected):
+        return replace(run, status="refused", cause=f"{done:.0f} tokens were generated, and {expected:.0f} by {base}")
+    if run.version != of_base.version:
+        cause = f"made with {run.version}, and {base} with {of_base.version}; repeat the case with --fresh"
+        return replace(run, status="refused", cause=cause)
+    return run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

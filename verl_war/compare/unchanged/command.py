@@ -151,11 +151,15 @@ def _difference(final: dict[str, Any]) -> str:
     if final["interval"] is None:
         return f"{text}; no interval from fewer than {MIN_SEEDS} runs"
     low, high = final["interval"]
-    return f"{text}, {1 - ALPHA:.0%} bootstrap interval {low:+.3f}..{high:+.3f}"
+    side = ", on one side of 0" if final["is_one_sided"] else ""
+    return f"{text}, {1 - ALPHA:.0%} bootstrap interval {low:+.3f}..{high:+.3f}{side}"
 
 
 def _log_probs(found: dict[str, Any]) -> str:
     if not found["arms"]:
         return "log-probs of the rollout: none on record; actor_rollout_ref.rollout.calculate_log_probs=True keeps them"
-    arms = ", ".join(f"{arm} mean {each['mean']:.2e} max {each['max']:.2e}" for arm, each in found["arms"].items())
+    arms = ", ".join(
+        f"{arm} mean {each['mean']:.2e} max {each['max']:.2e}, {each['not_finite']} trajectories not finite"
+        for arm, each in found["arms"].items()
+    )
     return f"|log-prob of rollout - of actor|, generated tokens: {arms} (means may differ by {found['tolerance']:.1e})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -79,8 +80,13 @@ def judge(studies: Sequence[Trajectories], criteria: Criteria) -> dict[str, Any]
         tests = [(row, name) for row in rows for name in ("difference", "ks")]
         for (row, name), adjusted in zip(tests, holm([row[f"p_{name}"] for row, name in tests]), strict=True):
             row[f"holm_{name}"] = adjusted
+    first_tests = 2 * sum(len(result["first_step"]) for result in results)
     for result in results:
-        same = all(row[f"holm_{name}"] >= ALPHA for row in result["first_step"] for name in ("difference", "ks"))
+        same: bool | None = all(
+            row[f"holm_{name}"] >= ALPHA for row in result["first_step"] for name in ("difference", "ks")
+        )
+        if first_tests * max(row["smallest_p"] for row in result["first_step"]) >= ALPHA:
+            same = None  # whatever was sampled, no test could have said otherwise
         result["verdict"] = {
             "same_distribution_at_step_1": same,
             "same_final_reward": result["final_reward"]["same"],
@@ -138,7 +144,14 @@ def _first_step(study: Trajectories, criteria: Criteria, rng: np.random.Generato
     labels, groups = study.treated[first], _renumbered(study.group[first])
     values = {name: column[first] for name, column in study.values.items()}
     tests = compare(values, labels, groups, within_groups(labels, groups, criteria.permutations, rng), False)
-    return [_row(name, values[name], labels, test) for name, test in tests.items()]
+    smallest = max(1 / (criteria.permutations + 1), 2 / _labellings(labels, groups))
+    return [_row(name, values[name], labels, test) | {"smallest_p": smallest} for name, test in tests.items()]
+
+
+def _labellings(labels: Labels, groups: Groups) -> int:
+    """In how many ways the arms could have been given out within the groups."""
+    sizes, treated = np.bincount(groups), np.bincount(groups, weights=labels).astype(int)
+    return math.prod(math.comb(int(size), int(count)) for size, count in zip(sizes, treated, strict=True))
 
 
 def _all_steps(study: Trajectories, criteria: Criteria, rng: np.random.Generator) -> list[dict[str, Any]]:
@@ -201,6 +214,7 @@ def _reward_difference(runs: Sequence[Floats], criteria: Criteria, rng: np.rando
         "difference": float(np.mean([each.mean() for each in runs])),
         "difference_per_seed": [float(each.mean()) for each in runs],
         "interval": interval,
+        "is_one_sided": interval is not None and bool(interval[0] > 0 or interval[1] < 0),
         "same": same,
     }
 
@@ -213,19 +227,27 @@ def _paired(values: Floats, labels: Labels, prompts: Groups) -> Floats:
 
 
 def _log_probs(study: Trajectories) -> dict[str, Any]:
-    """Distance between log-probs of rollout and actor: mean over all generated tokens, and the largest."""
-    known = np.isfinite(study.log_probs["log_prob_diff_mean"])
+    """Distance between log-probs of rollout and actor: mean over all generated tokens, and the largest.
+
+    Trajectories whose distance is not finite are counted; any of them, in either arm, is outside of every tolerance.
+    """
+    distance = study.log_probs["log_prob_diff_mean"]
     result: dict[str, Any] = {}
     for arm, of_arm in zip(study.arms, (~study.treated, study.treated), strict=True):
-        rows = known & of_arm
-        if not rows.any():
+        rows = np.isfinite(distance) & of_arm
+        broken = int((np.isinf(distance) & of_arm).sum())
+        if not rows.any() and not broken:
             return {"arms": {}, "within_tolerance": None}
-        tokens = study.values["generated_tokens"][rows]
-        mean = float(np.average(study.log_probs["log_prob_diff_mean"][rows], weights=tokens))
-        result[arm] = {"mean": mean, "max": float(study.log_probs["log_prob_diff_max"][rows].max())}
+        mean = largest = math.inf
+        if rows.any():
+            mean = float(np.average(distance[rows], weights=study.values["generated_tokens"][rows]))
+            largest = float(study.log_probs["log_prob_diff_max"][rows].max())
+        result[arm] = {"mean": mean, "max": largest, "not_finite": broken}
     base, other = (result[arm]["mean"] for arm in study.arms)
     tolerance = max(LOG_PROB_TOLERANCE, LOG_PROB_TOLERANCE_SHARE * base)
-    return {"arms": result, "tolerance": tolerance, "within_tolerance": abs(other - base) <= tolerance}
+    is_finite = not any(found["not_finite"] for found in result.values())
+    within = is_finite and abs(other - base) <= tolerance
+    return {"arms": result, "tolerance": tolerance, "within_tolerance": within}
 
 
 def _renumbered(ids: Groups) -> Groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,7 +32,8 @@ class Trajectories:
         step: Training step.
         prompt: Number of the prompt, the same in both arms.
         values: Keys of :data:`QUANTITIES` -> value.
-        log_probs: Keys of :data:`LOG_PROB_KEYS` -> distance of rollout and actor; not-a-number where none was logged.
+        log_probs: Keys of :data:`LOG_PROB_KEYS` -> distance of rollout and actor; not-a-number where none was logged,
+            infinite where what was logged is not finite.
     """
 
     title: str
@@ -134,8 +136,11 @@ def _read_step(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            yield {"prompt": str(row["prompt"])} | {
-                key: float(row[key]) for key in (*QUANTITIES, *LOG_PROB_KEYS) if key in QUANTITIES or key in row
+            distances = {key: float(row[key]) for key in LOG_PROB_KEYS if key in row}
+            yield {
+                "prompt": str(row["prompt"]),
+                **{key: float(row[key]) for key in QUANTITIES},
+                **{key: value if math.isfinite(value) else math.inf for key, value in distances.items()},
             }
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(

@@ -45,7 +45,7 @@ class RouterLink:
         self._joining: asyncio.Task[None] | None = None
         self._is_joined = False
         self._pool: Pool | None = None
-        self._handles: dict[str, Any] = {}
+        self._is_pool_old = False
         self._loss_of: dict[str, asyncio.Future[None]] = {}
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._heard = 0
@@ -67,9 +67,10 @@ class RouterLink:
                 if not self._is_joined:
                     await self._join()
                 grant = await asyncio.wait_for(self._ask(turn), self._patience_s)
-                if grant.replica_id in self._handles:
-                    return grant.replica_id, self._handles[grant.replica_id], grant.priority
-                # It joined and left again before this process heard of it: asked for again.
+                server = await self._server_of(grant, turn)
+                if server is not None:
+                    return grant.replica_id, server, grant.priority
+                # It left, or broke, before this process heard of the grant, and nobody would tell of it again.
                 self._give_back(grant, turn)
             except ROUTER_LOST_ERRORS as error:
                 await self._join(error)
@@ -122,9 +123,19 @@ class RouterLink:
         if isinstance(answer, Exception):
             raise answer
         assert isinstance(answer, Grant)
-        if answer.replica_id not in self._handles:
-            await self._refresh_pool()
         return answer
+
+    async def _server_of(self, grant: Grant, turn: Turn) -> Any:
+        """Handle of the granted replica's server; None when it is not in the pool any more."""
+        try:
+            if self._pool is None or grant.replica_id not in self._pool.servers:
+                await self._refresh_pool()
+            while self._is_pool_old:
+                await self._refresh_pool()
+        except asyncio.CancelledError:
+            self._give_back(grant, turn)
+            raise
+        return None if self._pool is None else self._pool.servers.get(grant.replica_id)
 
     def _answer_to(self, ticket: int) -> asyncio.Future[Answer]:
         """Answer to a held turn; it may come before the ticket does."""
@@ -198,6 +209,7 @@ class RouterLink:
             self._on_new_router(error)
 
     def _on_loss(self, replica_id: str) -> None:
+        self._is_pool_old = True
         loss = self._loss_of.pop(replica_id, None)
         if loss is not None:
             loss.set_result(None)
@@ -211,13 +223,13 @@ class RouterLink:
                 answer.set_result(error)
 
     async def _refresh_pool(self) -> None:
+        self._is_pool_old = False
         pool = await self.router.pool.remote()
         if self._pool is not None and pool.router != self._pool.router:
             # Another process met it first, and it has its settings from there.
             await self._join(RouterNotConfiguredError("the router was started again"))
             return
         self._pool = pool
-        self._handles.update(pool.servers)
 
     async def _join(self, error: BaseException | None = None) -> None:
         """Join the router, or wait until it is there again; all turns of the process wait for the same attempt."""
@@ -241,7 +253,6 @@ class RouterLink:
                 if time.monotonic() > deadline_s:
                     raise
             await asyncio.sleep(1.0)
-        self._handles.update(self._pool.servers)
         if known and self._pool.router != known:
             self._on_new_router(RouterNotConfiguredError("the router was started again"))
         self._is_joined = True

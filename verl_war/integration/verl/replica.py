@@ -36,6 +36,7 @@ class WarHttpServer(vLLMHttpServer):
         super()._post_init(cuda_visible_devices)
         self._war_config = parse_war_config(rollout_war_settings(self.config))
         self._history: replica_history.ReplicaHistory | None = None
+        self._turns: dict[str, asyncio.Task[Any] | None] = {}
         telemetry.activate(export_prometheus=not self.config.disable_log_stats)
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
@@ -76,10 +77,14 @@ class WarHttpServer(vLLMHttpServer):
         Raises:
             ReplicaFailedError: The engine is dead.
         """
+        request_id = kwargs.get("request_id", "")
+        self._turns[request_id] = asyncio.current_task()
         try:
             return await super().generate(*args, **kwargs)
         except EngineDeadError as error:
             raise self._dead() from error
+        finally:
+            self._turns.pop(request_id, None)
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
         """verl's, by vLLM's own means.
@@ -91,10 +96,14 @@ class WarHttpServer(vLLMHttpServer):
         if self.node_rank != 0:
             return {"aborted": False, "request_id": request_id}
         is_known = request_id in self.engine.output_processor.external_req_ids
-        await self.engine.abort(request_id)
-        if is_known and reset_prefix_cache:
-            await self.clear_kv_cache()
-        return {"aborted": is_known, "request_id": request_id}
+        waiting = self._turns.get(request_id)
+        if is_known:
+            await self.engine.abort(request_id)
+            if reset_prefix_cache:
+                await self.clear_kv_cache()
+        elif waiting is not None:  # behind verl's gate, or on its way to the engine
+            waiting.cancel()
+        return {"aborted": is_known or waiting is not None, "request_id": request_id}
 
     async def war_snapshot(self) -> ReplicaSnapshot:
         """Readings of the engine, for the router.

@@ -59,6 +59,8 @@ class ReplicaHistory:
         self._config = config
         self._rank = replica_rank
         self._peers: list[Any] = []
+        self._arrived: list[tuple[bytes, asyncio.Future[None]]] = []
+        self._is_broken = False
         self._sending: dict[Any, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
         self._rewards: dict[str, float] = {}
@@ -106,23 +108,52 @@ class ReplicaHistory:
         """Send new text to these servers from now on."""
         self._peers = list(peers)
         self._sending = {peer: task for peer, task in self._sending.items() if peer in self._peers}
-        if self._peers and (self._task is None or self._task.done()):
-            self._task = asyncio.create_task(self._share())
-            self._task.add_done_callback(_log_failure)
+        if self._peers:
+            self._begin_sharing()
 
     async def apply(self, batch: bytes) -> None:
-        """Take in text of another replica."""
-        await self._call("war_history_apply", batch)
+        """Take in text of another replica; returns when the engine has it."""
+        if self._is_broken:
+            return
+        taken = asyncio.get_running_loop().create_future()
+        self._arrived.append((batch, taken))
+        self._begin_sharing()
+        await taken
+
+    def _begin_sharing(self) -> None:
+        if not self._is_broken and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._share())
+            self._task.add_done_callback(self._on_sharing_over)
 
     async def _share(self) -> None:
-        while self._peers:
+        """Both directions with one call of the engine, whose steps wait for every call."""
+        while self._peers or self._arrived:
             await asyncio.sleep(SHARE_EVERY_S)
-            batches = [batch for batch in await self._call("war_history_take", MAX_BATCH_BYTES) if batch]
-            for batch in batches:
+            arrived, self._arrived = self._arrived, []
+            is_taken = False
+            try:
+                found = await self._call(
+                    "war_history_exchange", [batch for batch, _ in arrived], MAX_BATCH_BYTES if self._peers else 0
+                )
+                is_taken = True
+            finally:
+                self._is_broken = not is_taken
+                for _, taken in arrived:
+                    if not taken.done():  # its sender may have gone away
+                        taken.set_result(None)
+            for batch in filter(None, found):
                 try:
                     self._send(await asyncio.to_thread(ray.put, batch))
                 except RayError as error:  # the object store is full: this text is not sent
                     logger.debug("history was not sent (%s)", cause_of(error))
+
+    def _on_sharing_over(self, task: asyncio.Task[None]) -> None:
+        """Sharing that ends with an error must not end unseen; decoding goes on with the replica's own text."""
+        for _, taken in self._arrived if self._is_broken else ():
+            taken.cancel()
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, EngineDeadError):
+            logger.error("history is no longer shared by this replica", exc_info=error)
 
     def _send(self, batch: Any) -> None:
         """Without waiting, and nothing to a server that has not taken the last batch: it is late or broken."""
@@ -143,10 +174,3 @@ async def _send_to(peer: Any, batch: Any) -> None:
         await peer.war_history_apply.remote(batch)
     except RayError as error:  # the router finds out what is wrong with it
         logger.debug("a replica did not take history (%s)", cause_of(error))
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    """Sharing that ends with an error must not end unseen; decoding goes on with the replica's own text."""
-    error = None if task.cancelled() else task.exception()
-    if error is not None and not isinstance(error, EngineDeadError):
-        logger.error("history is no longer shared by this replica", exc_info=error)

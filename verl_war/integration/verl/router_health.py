@@ -48,6 +48,7 @@ class Watched:
     engine_steps: int = -1
     has_sent_garbage: bool = False
     task: asyncio.Task[None] | None = None
+    verifying: asyncio.Task[bool] | None = None
 
 
 class ReplicaHealth:
@@ -118,11 +119,18 @@ class ReplicaHealth:
     async def verify(self, replica_id: str, cause: str) -> bool:
         """A client waited in vain. Look twice; True when the replica is up nevertheless.
 
-        The client has taken its turn back, so that an engine that hangs may read like one that has nothing to do.
+        Clients that come meanwhile share the looks: hundreds of them at once would keep a replica that works from
+        answering.
         """
         watched = self._watched.get(replica_id)
         if watched is None or watched.down_cause:
             return False
+        if watched.verifying is None or watched.verifying.done():
+            watched.verifying = asyncio.create_task(self._look_twice(replica_id, watched, cause))
+        return await asyncio.shield(watched.verifying)
+
+    async def _look_twice(self, replica_id: str, watched: Watched, cause: str) -> bool:
+        """The client has taken its turn back, so that an engine that hangs may read like one with nothing to do."""
         steps = []
         for look in range(2):
             if look:

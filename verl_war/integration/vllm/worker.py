@@ -42,16 +42,17 @@ class SpeculationCalls:
         if drafter is not None:
             drafter.on_policy_step(step, rewards)
 
-    def war_history_take(self, max_bytes: int) -> bytes:
-        """New text for other replicas' histories, at most `max_bytes`; empty when there is none."""
-        drafter = drafter_of(self.model_runner)
-        return drafter.exchange.take(max_bytes) if drafter is not None and drafter.is_active else b""
+    def war_history_exchange(self, batches: list[bytes], max_bytes: int) -> bytes:
+        """Take in what other replicas' calls gave, and give new text for them, at most `max_bytes`.
 
-    def war_history_apply(self, batch: bytes) -> None:
-        """Text that another replica's `war_history_take` gave; read in beside the decode path."""
+        The text of others is read in beside the decode path; empty when there is nothing new.
+        """
         drafter = drafter_of(self.model_runner)
-        if drafter is not None and drafter.is_active:
+        if drafter is None or not drafter.is_active:
+            return b""
+        for batch in batches:
             drafter.exchange.apply(batch)
+        return drafter.exchange.take(max_bytes) if max_bytes > 0 else b""
 
     def war_history_save(self, path: str) -> None:
         """Write all text to a file, beside the decode path; an error is logged and counted in the statistics."""
