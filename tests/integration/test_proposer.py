@@ -248,3 +248,32 @@ def test_identity_of_turns():
             describe("r", {"war": garbage})
     first = np.array([1, 2, 3], dtype=np.int32)
     assert prompt_group(first) == prompt_group(first.copy()) != prompt_group(first[:2])
+
+
+def test_steps_are_measured_unless_they_read_prompts_also_when_requests_have_left(monkeypatch):
+    engine = Engine(SpeculationLimits())
+    measured = []
+    monkeypatch.setattr(engine.speculation.planner, "observe_step", lambda **step: measured.append(step["rows"]))
+    for i in range(4):
+        engine.add(f"r{i}", tokens(i, 20), tokens(10 + i, 30), war(f"t{i}"))
+    engine.step()  # reads all four prompts
+    engine.step()
+    assert measured == [4]
+    engine.remove("r0")
+    engine.step()
+    engine.remove("r1")
+    engine.step()
+    assert measured == [4, 3, 2]
+    engine.add("r4", tokens(4, 20), tokens(14, 30), war("t4"))
+    engine.step()
+    assert measured == [4, 3, 2], "it read a prompt"
+    engine.requests["r2"]["prefill_steps"] = 2
+    engine.step()
+    engine.step()
+    assert measured == [4, 3, 2], "a prompt was read in two steps"
+    for req_id in list(engine.batch):
+        engine.remove(req_id)
+    engine.step()
+    engine.add("r5", tokens(5, 20), tokens(15, 30), war("t5"))
+    engine.step()
+    assert measured == [4, 3, 2], "the engine waited meanwhile"

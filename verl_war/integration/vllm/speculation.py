@@ -165,12 +165,10 @@ class Speculation:
         """
         now = self._clock()
         rows = len(step.req_ids)
-        same = step.req_ids == self._req_ids
-        self._busy = same and rows > 0
-        if not same:
-            self._update_rows(step)
+        self._busy = rows > 0
+        has_new = step.req_ids != self._req_ids and self._update_rows(step)
         kv_tokens = float(step.num_tokens.sum())
-        self._measure(step, rows, kv_tokens, now, same)
+        self._measure(step, rows, kv_tokens, now, has_new)
         steps, self._rested_steps = 1 + self._rested_steps, 0
         limit = min(self.planner.lookup_limit(rows, kv_tokens, now, steps), max_tokens)
         # Before it knows what a plain step takes, the planner cannot say that drafts do not pay.
@@ -224,8 +222,9 @@ class Speculation:
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def _update_rows(self, step: StepInput) -> None:
-        """The batch changed: requests came, left or moved to other rows."""
+    def _update_rows(self, step: StepInput) -> bool:
+        """The batch changed: requests came, left or moved to other rows. Returns whether some came."""
+        known = set(self._req_ids)
         before, self._live = self._live, {}
         self._req_ids = list(step.req_ids)
         self._rows = []
@@ -246,9 +245,13 @@ class Speculation:
             self._rows.append(request)
         self._limit_tokens = np.array([0 if r is None else r.limit_tokens for r in self._rows], dtype=np.int64)
         self._free_tokens = np.array([0 if r is None else r.free_tokens for r in self._rows], dtype=np.int64)
+        return not present <= known
 
-    def _measure(self, step: StepInput, rows: int, kv_tokens: float, now: float, same: bool) -> None:
-        """Count what the step accepted and how long it took."""
+    def _measure(self, step: StepInput, rows: int, kv_tokens: float, now: float, has_new: bool) -> None:
+        """Count what the step accepted, and how long it took unless it read prompts.
+
+        Requests may have left: with short turns few steps have the very batch of the one before.
+        """
         drafting_rows = draft_tokens = accepted_tokens = 0
         if self._pending:
             where = {req_id: row for row, req_id in enumerate(step.req_ids)}
@@ -267,7 +270,7 @@ class Speculation:
         steady = all(step.sampled)
         seconds = now - self._entered_s
         self._count_step(seconds)
-        if same and steady and self._steady:
+        if self._busy and not has_new and steady and self._steady:
             self.planner.observe_step(
                 rows=rows,
                 kv_tokens=kv_tokens,
