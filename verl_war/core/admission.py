@@ -18,7 +18,7 @@ THRASH_LOSS = 0.02
 """Share of the believed cached tokens that an engine may have lost without being called thrashing: partial blocks,
 contexts that agent loops rewrite, and evictions by requests that were never described to the router. Contexts being
 read anew in every turn, 2% of them are as much as a third of all tokens that are new: from 5% and 16 turns, replicas
-were overfilled until prefill had doubled (simulated, a later step: 1.40 to 1.44 at 32B, 1.90 to 2.04 at 8B)."""
+were overfilled until prefill had doubled (simulated, a later step: 1.40 to 1.44 at 32B, 1.90 to 1.98 at 8B)."""
 
 THRASH_MIN_FILL = 0.5
 """Share of the trusted capacity that the working set must fill before lost cache is taken for thrash."""

@@ -65,7 +65,8 @@ class Replica:
         reserved_tokens: Needs of siblings that are expected to follow.
         admitted: Admitted conversations by id.
         group_prompts: Group -> (admitted conversations, prompt tokens of its own).
-        common_tokens: What all prompts shared when the first of its conversations was admitted.
+        common_tokens: What all prompts shared, as known when the first of its conversations was admitted: 0 for the
+            first group of all, whose own prompt then counts whole.
         allocated_tokens: KV tokens that its turns have taken since it joined, cache hits excluded.
         prefill_until_s: When the prefill placed so far will be done, if nothing else ran.
         is_stale: Whether its engine's reports are overdue.
