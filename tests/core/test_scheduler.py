@@ -106,6 +106,15 @@ def test_what_all_prompts_begin_with_takes_room_once(common_tokens, fitting):
     assert peak == pytest.approx((common_tokens + fitting * (4_160 - common_tokens)) / CAPACITY)
 
 
+def test_each_replica_holds_what_all_prompts_begin_with():
+    manager = manager_of(["a", "b"], capacity=10**6)
+    for name in ("g0", "g1"):  # the second one goes to the replica that is empty
+        manager.on_turn(prompt_of(name, 3_200, 960), 0.0)
+    report = manager.report()
+    peaks = [report[f"war/replica/{index}/working_set_peak"] for index in range(2)]
+    assert peaks == pytest.approx([4_160 / 10**6] * 2)
+
+
 def test_another_beginning_is_shared_by_nobody():
     manager = manager_of(["a"], capacity=10**6)
     for name, common_tokens in (("g0", 3_200), ("g1", 3_200), ("other", 0), ("g2", 3_200)):
