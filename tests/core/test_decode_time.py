@@ -8,7 +8,8 @@ import random
 import pytest
 
 from verl_war.core.decode_time import LEARN_STEPS, DecodeTime, bucket_of
-from verl_war.core.speculation import DraftPlanner, best_budget
+from verl_war.core.draft_budget import best_budget
+from verl_war.core.speculation import DraftPlanner
 from verl_war.core.speculation_limits import SpeculationLimits
 from verl_war.core.step_time import MAX_STEP_S, DraftCost, StepTime
 

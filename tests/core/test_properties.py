@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from tests.core.test_guard import Run
 from tests.core.world import CONFIGS, KINDS, STEPS_S, World
 from verl_war.core.config import RegimeConfig
+from verl_war.core.draft_budget import expected_accepted, kv_limit
 from verl_war.core.fleet import Conversation, Fleet
 from verl_war.core.journal import manager_of, replay
 from verl_war.core.regime import FleetLoad
-from verl_war.core.speculation import DraftPlanner, expected_accepted, kv_limit
+from verl_war.core.speculation import DraftPlanner
 from verl_war.core.speculation_limits import SpeculationLimits
 
 CHECKED = settings(

@@ -236,10 +236,20 @@ def test_a_slow_replica_gets_fewer_conversations():
     assert report["war/replica/1/slowness"] > 2 * report["war/replica/0/slowness"]
 
 
-def turns_of(manager, rounds, cached_share, begin_s):
-    """Turns of one resident conversation whose engine finds a share of what it should hold."""
+def worked(manager, engine_s, capacity=CAPACITY, **fields):
+    """Readings of an engine that has worked so much longer, in steps of 10 ms as the unknown machine's."""
+    steps = manager._fleet.replicas["a"].pace._last.engine_steps + round(100 * engine_s)
+    return reading(capacity, engine_steps=steps, computed_tokens=0, busy_s=steps / 100, **fields)
+
+
+def turns_of(manager, rounds, cached_share, begin_s, engine_s=0.5, capacity=10_000):
+    """Turns of one resident conversation whose engine finds a share of what it should hold.
+
+    Each takes `engine_s` of decoding; reading the context again takes 0.35 s on the unknown machine.
+    """
     for now_s in (begin_s + number for number in range(rounds)):
         (placed,) = manager.on_turn(turn("s1", 7_000), now_s)
+        manager.on_snapshot("a", worked(manager, engine_s, capacity), now_s + 0.4)
         end(manager, placed, now_s + 0.5, cached=int(cached_share * 7_000))
 
 
@@ -256,6 +266,25 @@ def test_lost_cache_lowers_the_trusted_share_and_calm_raises_it_while_somebody_w
     assert manager.report()["war/replica/0/trusted_share"] > lowered
 
 
+@pytest.mark.parametrize(("engine_s", "share"), [(0.5, 0.7 * 0.75), (5.0, 1.25)])
+def test_cache_is_worth_what_reading_it_again_takes(engine_s, share):
+    """Half of it is lost: a third of the time where turns take 0.5 s, and where they take 5 s nothing to hold for."""
+    manager = manager_of(["a"])
+    turns_of(manager, 1, 0.5, 1.0, engine_s)
+    assert manager.on_turn(turn("waits", 3_000), 1.9) == []
+    turns_of(manager, EVIDENCE_TURNS, 0.5, 2.0, engine_s)
+    assert manager.report()["war/replica/0/trusted_share"] == pytest.approx(share, abs=0.01)
+    assert manager.held_turns == (share < 1.0)
+
+
+def test_preemptions_lose_all_that_their_requests_had():
+    manager = manager_of(["a"])
+    turns_of(manager, 1 + EVIDENCE_TURNS // 2, 1.0, 1.0)
+    manager.on_snapshot("a", worked(manager, 0.5, preemptions=40), 40.0)
+    turns_of(manager, EVIDENCE_TURNS // 2, 1.0, 201.0)
+    assert manager.report()["war/replica/0/trusted_share"] < 0.7
+
+
 def test_evidence_of_steps_with_few_turns_adds_up():
     manager = manager_of(["a"])
     for step, begin_s in enumerate((1.0, 100.0, 200.0)):
@@ -267,7 +296,7 @@ def test_evidence_of_steps_with_few_turns_adds_up():
 
 def test_loss_on_a_replica_that_is_far_from_full_is_not_thrash():
     manager = manager_of(["a"], capacity=100_000)
-    turns_of(manager, 2 * EVIDENCE_TURNS, 0.0, 1.0)
+    turns_of(manager, 2 * EVIDENCE_TURNS, 0.0, 1.0, capacity=100_000)
     assert manager.report()["war/replica/0/trusted_share"] == 1.0
 
 

@@ -9,14 +9,8 @@ import time
 import pytest
 
 from verl_war.core.acceptance import PROB_LEVELS, AcceptanceTable
-from verl_war.core.speculation import (
-    PLAIN_EVERY_STEPS,
-    DraftPlanner,
-    best_budget,
-    best_length,
-    expected_accepted,
-    kv_limit,
-)
+from verl_war.core.draft_budget import best_budget, best_length, expected_accepted, kv_limit
+from verl_war.core.speculation import PLAIN_EVERY_STEPS, DraftPlanner
 from verl_war.core.speculation_limits import SpeculationLimits, change_limits
 from verl_war.core.step_time import DraftCost, StepTime
 
@@ -160,9 +154,9 @@ def test_plain_steps_are_kept_while_drafting():
 
 def told(gains, step_s=1.0, **limits):
     """Regimes and look-up limits of a planner that expects these gains, asked once in `step_s` seconds."""
-    subject = planner(**limits)
+    subject = planner(max_draft_tokens=4, **limits)
     gain = iter(gains)
-    subject._decide = lambda rows, kv, cap: (4, next(gain))
+    subject._decide = lambda rows, kv, cap: next(gain)
     seen = []
     for step in range(len(gains)):
         limit = subject.lookup_limit(2, 0.0, step * step_s)
@@ -197,9 +191,37 @@ def test_a_regime_that_flaps_changes_once_per_dwell():
 def test_the_next_step_is_asked_for_only_while_drafts_pay():
     subject = planner(dwell_s=10.0)
     gains = iter([0.0, 0.3, 0.0, 0.3])
-    subject._decide = lambda rows, kv, cap: (4, next(gains))
+    subject._decide = lambda rows, kv, cap: next(gains)
     asked = [bool(subject.lookup_limit(2, 0.0, float(step))) is subject.is_drafting for step in range(4)]
     assert asked == [True] * 4 and subject.is_drafting
+
+
+def used_to_short_turns(rows=16, **run):
+    """A planner that drafts, and that has seen turns of ten tokens end."""
+    subject = planner()
+    run_steps(subject, rows, 1200, **run)
+    for _ in range(50):
+        subject.turn_lengths.observe(10)
+    kind = subject.acceptance.class_of(0, 16, 0.9)
+    return subject, kind
+
+
+def test_who_lasts_long_gets_longer_drafts_and_the_others_no_longer_ones():
+    subject, kind = used_to_short_turns(token_s=0.0005, accept=0.9, found=24)
+    alike = subject.allocate(16, 16_000.0, [kind] * 16, [24] * 16)
+    assert len(set(alike)) == 1 and 0 < alike[0] < 24
+    lasting = subject.allocate(16, 16_000.0, [kind] * 16, [24] * 16, [2] * 15 + [400])
+    assert lasting[15] > alike[0] + 2 and lasting[:15] == alike[:15]
+    subject.set_limits(change_limits(subject.limits, {"favour_long_turns": False}))
+    assert subject.allocate(16, 16_000.0, [kind] * 16, [24] * 16, [2] * 15 + [400]) == alike
+
+
+def test_who_lasts_long_is_not_helped_at_the_price_of_the_batch():
+    """Drafts are so dear that one row's, however long, slow the others down more than they give."""
+    subject, kind = used_to_short_turns(any_s=0.0, token_s=0.0004, accept=0.95, found=8)
+    subject.step_time.cost = lambda rows, kv: cost(plain_s=0.014, any_draft_s=0.05, token_s=0.0001)
+    generated = [2] * 15 + [400]
+    assert subject.allocate(16, 16_000.0, [-1] * 15 + [kind], [0] * 15 + [24], generated) == [0] * 16
 
 
 @pytest.mark.parametrize("mode", ["always", "off"])

@@ -122,7 +122,7 @@ async def test_a_replica_that_cannot_take_them_never_serves_again(cluster, tmp_p
 
     it, server = await make(cluster, tmp_path, answer)
     it._hang_s = hang_s
-    it._ensure_server_handle()
+    assert it.server_handle is None, "it may break before anything was sent to it"
     gathered = []
     await asyncio.wait_for(it.update_weights(weights(gathered), global_steps=4), 30)
     assert gathered == list(range(6))

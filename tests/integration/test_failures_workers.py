@@ -14,13 +14,20 @@ class Worker:
         return os.getpid()
 
 
-async def test_unfinished_prompts_of_a_dead_worker_are_reported(cluster):
+async def test_unfinished_prompts_of_a_dead_worker_are_reported(cluster, caplog):
     from verl_war.integration.verl.worker_watch import WorkerWatch
 
     workers = [cluster.remote(num_cpus=0)(Worker).remote() for _ in range(2)]
     pids = [await worker.pid.remote() for worker in workers]
-    failed = []
-    watch = WorkerWatch(workers, lambda uids: failed.append(uids) or len(uids), ping_every_s=0.2)
+    failed, refusals = [], [RuntimeError("the queue does not answer")]
+
+    def report(uids):
+        if refusals:
+            raise refusals.pop()
+        failed.append(uids)
+        return len(uids)
+
+    watch = WorkerWatch(workers, report, ping_every_s=0.2)
     watch.on_dispatch(workers[0], ["a", "b"])
     watch.on_dispatch(workers[1], ["c"])
     await asyncio.sleep(1.0)
@@ -32,6 +39,7 @@ async def test_unfinished_prompts_of_a_dead_worker_are_reported(cluster):
         await asyncio.sleep(0.1)
     await asyncio.sleep(0.5)
     assert failed == [{"a", "b"}], "once, and only its own"
+    assert "the queue does not answer" in caplog.text, "a report that fails is tried again"
     await asyncio.to_thread(watch.stop)
 
 

@@ -59,6 +59,9 @@ class Script:
     def observe(self, batch, drafts, steps, seconds):
         self.seconds = seconds
 
+    def on_end(self, output_tokens):
+        self.ended_tokens = output_tokens
+
 
 def test_accepted_tokens_take_no_step_of_their_own():
     hardware = machine(draft_step_s=0.5, draft_request_s=0.25, draft_token_s=0.125, per_pair_s=1e-4)

@@ -14,11 +14,15 @@ from verl_war.core.types import Turn
 EVIDENCE_TURNS = 64
 """Turns that returned before the controller looks at a replica: fewer are chance, and calm looks raise the share."""
 
-THRASH_LOSS = 0.02
-"""Share of the believed cached tokens that an engine may have lost without being called thrashing: partial blocks,
-contexts that agent loops rewrite, and evictions by requests that were never described to the router. Contexts being
-read anew in every turn, 2% of them are as much as a third of all tokens that are new: from 5% and 16 turns, replicas
-were overfilled until prefill had doubled (simulated, a later step: 1.40 to 1.44 at 32B, 1.90 to 1.98 at 8B)."""
+THRASH_TIME = 0.15
+"""Share of an engine's time that it may spend on cached tokens that it lost without being called thrashing: partial
+blocks, contexts that agent loops rewrite, and evictions by requests that were never described to the router. It is a
+share of the time and not of the tokens since what lost tokens cost differs: on an H100 with contexts of 30k, 2% of them
+are 15% of the time, and twice that doubles prefill (simulated, a later step, 2% for 5%: 1.40 to 1.44 at 32B, 1.90 to
+1.98 at 8B); on two cores with contexts of 400, holding for the sake of 6% of them took 12% longer than losing them."""
+
+CALM_TIME = 0.04
+"""Below this share, and with conversations held, the replica may be filled further."""
 
 THRASH_MIN_FILL = 0.5
 """Share of the trusted capacity that the working set must fill before lost cache is taken for thrash."""
@@ -29,8 +33,12 @@ CALM_LOSS = 0.005
 LARGEST_DECREASE = 0.25
 """The trusted share falls by the share of the cache that was lost, at most by this much at once."""
 
-INCREASE = 0.03
-"""Added to the trusted share after a calm look. Small against a decrease: thrash costs more than a gap."""
+RISK_TIME = 0.2
+"""Share of an engine's time that a raise after a calm look may cost: it fills the replica so much further as, were the
+same share of all cached tokens lost, would cost that."""
+
+LARGEST_INCREASE = 0.25
+"""Added to the trusted share at most after a calm look."""
 
 TRUSTED_SHARE_BOUNDS = (0.1, 4.0)
 """The upper one allows for engines that understate what they hold: host offload, shared prefixes."""
@@ -106,29 +114,51 @@ class HoldQueue:
 
 @dataclass(slots=True)
 class _Evidence:
+    served_turns: int = 0
+    busy_s: float = 0.0
     turns: int = 0
     believed_tokens: int = 0
     lost_tokens: int = 0
     preemptions: int = 0
     changed_s: float = float("-inf")
 
+    @property
+    def lost_share(self) -> float:
+        """Share of the cached tokens of a turn that were lost; a preemption loses all of its request's."""
+        found = self.lost_tokens / self.believed_tokens if self.believed_tokens else 0.0
+        return found + self.preemptions / self.served_turns
+
+    def at_stake(self, token_s: float) -> float:
+        """Time that reading all cached tokens again would take an engine, over what it takes for the turns now."""
+        return (self.believed_tokens / self.turns * token_s) / (self.busy_s / self.served_turns)
+
 
 @dataclass(slots=True)
 class TrustController:
-    """Moves each replica's trusted share of its KV capacity: down on evidence of thrash, slowly up without.
+    """Moves each replica's trusted share of its KV capacity: down on evidence of thrash, up without.
 
     Evidence are cached tokens that were believed and not found, of turns whose KV was left alone since the last
-    change (older ones tell of what that change has already answered), and preemptions.
+    change (older ones tell of what that change has already answered), priced in engine time, and preemptions.
     """
 
     _evidence: dict[str, _Evidence] = field(default_factory=dict)
     _believed_tokens: int = 0
     _lost_tokens: int = 0
 
-    def on_turn_end(self, replica: Replica, believed_tokens: int, cached_tokens: int, retained_since_s: float) -> None:
-        """Take in a turn whose KV was left alone since `retained_since_s` and should have been there."""
-        evidence = self._evidence.setdefault(replica.replica_id, _Evidence())
-        if retained_since_s < evidence.changed_s:
+    def on_turn_end(
+        self, replica: Replica, believed_tokens: int, cached_tokens: int, retained_since_s: float | None
+    ) -> None:
+        """Take in a turn that returned.
+
+        Args:
+            replica: Where it ran.
+            believed_tokens: Tokens that should have been cached.
+            cached_tokens: Tokens that were.
+            retained_since_s: Since when its KV was left alone; None if it cannot be told.
+        """
+        evidence = self._of(replica)
+        evidence.served_turns += 1
+        if retained_since_s is None or retained_since_s < evidence.changed_s:
             return
         lost_tokens = max(0, believed_tokens - cached_tokens)
         evidence.turns += 1
@@ -137,37 +167,38 @@ class TrustController:
         self._believed_tokens += believed_tokens
         self._lost_tokens += lost_tokens
 
-    def on_preemptions(self, replica: Replica, count: int) -> None:
-        """The engine preempted so many requests since the last snapshot."""
-        if count > 0:
-            self._evidence.setdefault(replica.replica_id, _Evidence()).preemptions += count
+    def on_reading(self, replica: Replica, busy_s: float, preemptions: int) -> None:
+        """The engine worked for so many seconds since the last reading, and preempted so many requests."""
+        evidence = self._of(replica)
+        evidence.busy_s += busy_s
+        evidence.preemptions += preemptions
 
-    def decide(self, replica: Replica, is_full: bool, now_s: float) -> tuple[float, float] | None:
+    def decide(self, replica: Replica, is_full: bool, token_s: float, now_s: float) -> tuple[float, float] | None:
         """Change the trusted share if there is evidence.
 
         Args:
             replica: Whose share.
             is_full: Whether conversations are held for want of room on the replica.
+            token_s: Seconds of the engine for a token that it reads again.
             now_s: Time of the caller.
 
         Returns:
             (old, new) share, or None when it stays.
         """
-        evidence = self._evidence.setdefault(replica.replica_id, _Evidence())
-        if evidence.turns < EVIDENCE_TURNS:
+        evidence = self._of(replica)
+        if evidence.turns < EVIDENCE_TURNS or not evidence.busy_s > 0.0:
             return None
-        loss = evidence.lost_tokens / evidence.believed_tokens if evidence.believed_tokens else 0.0
-        preempted = evidence.preemptions / evidence.turns
+        loss, at_stake = evidence.lost_share, evidence.at_stake(token_s)
         old = replica.trusted_share
         low, high = TRUSTED_SHARE_BOUNDS
         used = replica.working_set_tokens / replica.capacity_tokens if replica.capacity_tokens else 0.0
-        if loss > THRASH_LOSS or preempted > THRASH_LOSS:
+        if loss * at_stake > THRASH_TIME:
             # The share falls from what is resident, not from a ceiling that was never reached. What a replica loses
             # while it is far from full, it did not lose to its working set.
-            cut = 1 - min(LARGEST_DECREASE, max(loss, preempted))
+            cut = 1 - min(LARGEST_DECREASE, loss)
             new = max(low, min(old, used) * cut) if used >= THRASH_MIN_FILL * old else old
-        elif loss < CALM_LOSS and is_full:
-            new = min(high, old + INCREASE)
+        elif loss * at_stake < CALM_TIME and is_full:
+            new = min(high, old + RISK_TIME / max(at_stake, RISK_TIME / LARGEST_INCREASE))
         else:
             new = old
         self._evidence[replica.replica_id] = _Evidence(changed_s=now_s if new < old else evidence.changed_s)
@@ -175,6 +206,9 @@ class TrustController:
             return None
         replica.trusted_share = new
         return old, new
+
+    def _of(self, replica: Replica) -> _Evidence:
+        return self._evidence.setdefault(replica.replica_id, _Evidence())
 
     def take_lost_share(self) -> float:
         """Share of the believed cached tokens that all engines lost since the last call."""

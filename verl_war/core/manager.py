@@ -206,7 +206,8 @@ class WorkloadManager:
             self._fleet.on_pace(replica)
         if self._scheduler is not None:
             self._scheduler.placement.model = self._step_time.value()
-            self._scheduler.trust.on_preemptions(replica, preempted)
+            busy_s = window.busy_s if window is not None and window.is_telling else 0.0
+            self._scheduler.trust.on_reading(replica, busy_s, max(0, preempted))
             self._scheduler.control(replica, now_s)
         return self._drain(now_s)
 
@@ -376,11 +377,10 @@ class WorkloadManager:
                 self._scheduler.guard.on_turn_end(result.completion_tokens)
         if result.num_cached_tokens is None or self._scheduler is None:
             return
-        if pending.retained_since_s is not None:
-            self._scheduler.trust.on_turn_end(
-                replica, pending.believed_tokens, result.num_cached_tokens, pending.retained_since_s
-            )
-            self._scheduler.control(replica, now_s)
+        self._scheduler.trust.on_turn_end(
+            replica, pending.believed_tokens, result.num_cached_tokens, pending.retained_since_s
+        )
+        self._scheduler.control(replica, now_s)
 
     def _resize(self, conversation: Conversation, grown_tokens: int, validate: bool) -> None:
         """The context grew; peaks are those of training trajectories."""

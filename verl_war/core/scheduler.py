@@ -31,9 +31,9 @@ SCHEDULER_METRICS = (
 )
 """What `Scheduler.report` gives."""
 
-THRASH_SHARE = 0.2
-"""Share of the cache that engines may lose in a step under admission before that is worth a warning: ten times what
-the controller takes for thrash."""
+THRASH_SHARE = 0.4
+"""Share of the cache that engines may lose in a step under admission before that is worth a warning: more than the
+controller lets them lose even where contexts are short and cheap to read again."""
 
 LOOKAHEAD = 8
 """Held turns that are tried when those ranked before them do not fit: small ones fill gaps, but the scan is short."""
@@ -185,7 +185,8 @@ class Scheduler:
 
     def control(self, replica: Replica, now_s: float) -> None:
         """Let the controller look at a replica's evidence."""
-        changed = self.trust.decide(replica, is_full=len(self.queue) > 0, now_s=now_s)
+        token_s = self.placement.model.token_s * replica.pace.slowness
+        changed = self.trust.decide(replica, is_full=len(self.queue) > 0, token_s=token_s, now_s=now_s)
         if changed is not None:
             self._fleet.freed += 1
             logger.info(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from verl_war.core.acceptance import AcceptanceTable
 from verl_war.core.decode_time import DecodeTime
+from verl_war.core.draft_budget import Budget, best_budget, best_length, expected_accepted
 from verl_war.core.speculation_limits import SpeculationLimits
 from verl_war.core.step_time import DraftCost, StepTime
+from verl_war.core.turn_lengths import TurnLengths
 from verl_war.core.types import Regime
 from verl_war.core.watchdog import Watchdog
 
@@ -30,100 +31,6 @@ AGE_ON_WEIGHTS = 0.5
 
 OPTIMISTIC_COST = 0.25
 """A real probe measures the price of drafts where they would pay if they cost only this share of what is believed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """The best draft length of every class of look-ups for one batch.
-
-    Attributes:
-        gain: Expected committed tokens per second over those without drafts, minus 1; 0 when drafting does not pay.
-        lengths: Draft tokens for a row of each class; classes that are not named get none.
-    """
-
-    gain: float = 0.0
-    lengths: dict[int, int] = field(default_factory=dict)
-
-
-def expected_accepted(first: float, later: float, length: int) -> float:
-    """Expected accepted tokens of a draft of ``length`` tokens.
-
-    Source: Leviathan et al. 2023 (arXiv 2211.17192) section 3.1, with an acceptance of its own for the first token.
-    """
-    if length <= 0:
-        return 0.0
-    return first * (1.0 - later**length) / (1.0 - later)
-
-
-def best_length(first: float, later: float, price: float, cost: DraftCost, limit: int) -> tuple[int, float]:
-    """Draft length of one row that earns most at ``price`` tokens per second, and what it earns in tokens.
-
-    The marginal gain ``first * later**(k-1)`` falls with k, so the last token worth its time solves an equation.
-    """
-    token_price = price * cost.token_s
-    if first <= token_price or limit < 1:
-        return 0, 0.0
-    length = limit
-    if later <= 0.0:
-        length = 1
-    elif token_price > 0.0:
-        length = min(limit, 1 + int(math.log(token_price / first) / math.log(later)))
-    earned = expected_accepted(first, later, length) - token_price * length - price * cost.row_s
-    return (length, earned) if earned > 0.0 else (0, 0.0)
-
-
-def best_budget(
-    cost: DraftCost,
-    rows: int,
-    counts: Sequence[tuple[int, float]],
-    rates: dict[int, tuple[float, float]],
-    limit: int,
-) -> Budget:
-    """Draft lengths that maximise ``(rows + accepted) / seconds`` of a step.
-
-    Args:
-        cost: Seconds of the step.
-        rows: Requests in the batch; each commits one token without drafts.
-        counts: Class and number of rows in it. Numbers below 1 are expectations: then the price of any draft is paid
-            in that share of the steps.
-        rates: Acceptance of first and later tokens by class.
-        limit: Longest draft.
-
-    Source: Dinkelbach 1967 for the ratio: at a given price in tokens per second every row decides alone, and the
-    price is raised until nothing is left to earn.
-    """
-    plain_price = price = rows / cost.plain_s
-    best = Budget()
-    for _ in range(8):
-        lengths: dict[int, int] = {}
-        accepted = drafting = tokens = 0.0
-        for kind, count in counts:
-            first, later = rates[kind]
-            length, _ = best_length(first, later, price, cost, limit)
-            if length:
-                lengths[kind] = length
-                accepted += count * expected_accepted(first, later, length)
-                drafting += count
-                tokens += count * length
-        seconds = cost.plain_s + cost.any_draft_s * min(1.0, drafting) + cost.row_s * drafting + cost.token_s * tokens
-        ratio = (rows + accepted) / seconds
-        if ratio <= price * (1.0 + 1e-9):
-            break
-        price = ratio
-        best = Budget(gain=ratio / plain_price - 1.0, lengths=lengths)
-    return best
-
-
-def kv_limit(limit: int, rows: int, free_tokens: int, block_tokens: int) -> int:
-    """Longest draft for which the engine finds room for every row without preempting one of them.
-
-    Args:
-        limit: Longest draft wanted.
-        rows: Requests in the batch.
-        free_tokens: Tokens' worth of KV blocks that no running request holds.
-        block_tokens: Tokens of a block; a draft may begin at the end of one.
-    """
-    return max(0, min(limit, free_tokens // rows - block_tokens))
 
 
 class DraftPlanner:
@@ -147,6 +54,7 @@ class DraftPlanner:
         self.acceptance = AcceptanceTable(sources, match_buckets)
         self.step_time = DecodeTime(prior)
         self.watchdog = Watchdog()
+        self.turn_lengths = TurnLengths()
         self.regime: Regime = "high"
         self.is_drafting = False
         """Whether the last step that was asked for may draft for its own gain, so that the next should be asked for."""
@@ -156,7 +64,7 @@ class DraftPlanner:
         self._step = 0
         self._now_s = self._switched_at_s = self._paid_at_s = -math.inf
         self._plain_at_step = 0
-        self._decisions: dict[int, tuple[int, float]] = {}
+        self._decisions: dict[int, float] = {}
         self._decisions_at_step = 0
         self._probe_at_s = -math.inf
         self._is_for_gain = False
@@ -194,7 +102,7 @@ class DraftPlanner:
             self.is_drafting = cap > 0
             self._enter("low" if cap else "high", rows)
             return cap
-        length, self.gain = self._decide(rows, kv_tokens, cap)
+        self.gain = self._decide(rows, kv_tokens, cap)
         pays = self._pays_at(self.gain)
         self._dwell(rows, pays)
         if self.regime == "high":
@@ -205,9 +113,16 @@ class DraftPlanner:
         if self._step - self._plain_at_step >= PLAIN_EVERY_STEPS:
             self._plain_at_step = self._step
             return 0
-        return length
+        return cap  # what is drafted is decided when it is known what was found, and for whom
 
-    def allocate(self, rows: int, kv_tokens: float, kinds: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    def allocate(
+        self,
+        rows: int,
+        kv_tokens: float,
+        kinds: Sequence[int],
+        lengths: Sequence[int],
+        generated: Sequence[int] = (),
+    ) -> list[int]:
         """How much of every draft that was found goes into the coming step.
 
         Args:
@@ -215,38 +130,71 @@ class DraftPlanner:
             kv_tokens: Tokens of all contexts.
             kinds: Class of each draft, -1 for none.
             lengths: Tokens found for each.
+            generated: Tokens that the turn of each look-up has generated: those that lasted long get more, see
+                `TurnLengths`. Empty = all get alike.
 
         Returns:
             Draft length per look-up, in the order given; all 0 when these drafts do not pay together.
         """
-        chosen = self._allocate(rows, kv_tokens, kinds, lengths)
+        chosen = self._allocate(rows, kv_tokens, kinds, lengths, generated)
         self.watchdog.handed_out(sum(chosen))
         return chosen
 
-    def _allocate(self, rows: int, kv_tokens: float, kinds: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    def _allocate(
+        self, rows: int, kv_tokens: float, kinds: Sequence[int], lengths: Sequence[int], generated: Sequence[int]
+    ) -> list[int]:
         self._is_for_gain = False
         if self.limits.mode == "always":
             return list(lengths)
+        cost = self.step_time.cost(rows, kv_tokens)
+        if cost is None:
+            return [0] * len(lengths)
         counts = Counter(kinds)
         counts.pop(-1, None)
-        cost = self.step_time.cost(rows, kv_tokens)
-        none = [0] * len(lengths)
-        if not counts or cost is None:
-            return none
-        probing = self.regime == "high"
-        self._is_for_gain = not probing
-        if probing:
-            cost = _cheaper(cost)
         rates = {kind: self.acceptance.rates(kind) for kind in counts}
+        is_probe = self.regime == "high"
+        if is_probe:
+            cost = _cheaper(cost)
         budget = best_budget(cost, rows, list(counts.items()), rates, self._cap(rows))
-        if not budget.lengths:
-            return none
-        longest = budget.lengths
-        chosen = [
-            (length if length < longest[kind] else longest[kind]) if kind in longest else 0
-            for kind, length in zip(kinds, lengths, strict=True)
+        chosen = budget.cut(kinds, lengths)
+        if is_probe:
+            return chosen
+        self._is_for_gain = True
+        longer = self._longer(rows, cost, budget, kinds, chosen, lengths, rates, generated)
+        for candidate in (longer, chosen):
+            if any(candidate) and self._pays(rows, cost, kinds, candidate, rates):
+                return candidate
+        return [0] * len(lengths)
+
+    def _longer(
+        self,
+        rows: int,
+        cost: DraftCost,
+        budget: Budget,
+        kinds: Sequence[int],
+        chosen: list[int],
+        lengths: Sequence[int],
+        rates: dict[int, tuple[float, float]],
+        generated: Sequence[int],
+    ) -> list[int]:
+        """The chosen drafts, longer for turns whose tokens are worth more than those of others.
+
+        At the budget's price a second is worth so many tokens, and these are worth more than one each.
+        """
+        if not (generated and budget.lengths and self.limits.favour_long_turns):
+            return chosen
+        weights = self.turn_lengths.weights(generated)
+        best = {
+            (kind, weight): best_length(*rates[kind], budget.price / weight, cost, self._cap(rows))[0]
+            for kind, weight in set(zip(kinds, weights, strict=True))
+            if kind >= 0 and weight > 1.0
+        }
+        if not best:
+            return chosen
+        return [
+            max(least, min(length, best.get((kind, weight), 0)))
+            for least, length, kind, weight in zip(chosen, lengths, kinds, weights, strict=True)
         ]
-        return chosen if probing or self._pays(rows, cost, kinds, chosen, rates) else none
 
     def observe_draft(self, kind: int, drafted: int, accepted: int) -> None:
         """Count one verified draft of a class: ``accepted`` of its ``drafted`` tokens."""
@@ -282,7 +230,8 @@ class DraftPlanner:
             return 0
         return min(self.limits.max_draft_tokens, max(1, self.limits.max_step_draft_tokens // rows))
 
-    def _decide(self, rows: int, kv_tokens: float, cap: int) -> tuple[int, float]:
+    def _decide(self, rows: int, kv_tokens: float, cap: int) -> float:
+        """Gain that drafts promise in such a batch."""
         if self._step - self._decisions_at_step >= REFRESH_STEPS:
             self._decisions.clear()
             self._decisions_at_step = self._step
@@ -290,7 +239,7 @@ class DraftPlanner:
         if known is None:
             cost = self.step_time.cost(rows, kv_tokens)
             budget = Budget() if cost is None or cap == 0 else self._expected(cost, rows, cap)
-            known = self._decisions[rows] = (max(budget.lengths.values(), default=0), budget.gain)
+            known = self._decisions[rows] = budget.gain
         return known
 
     def _expected(self, cost: DraftCost, rows: int, cap: int) -> Budget:

@@ -319,6 +319,9 @@ class Replica:
             request.computed += chunk
             if request.computed == request.target:
                 self._end_prefill(request, finished)
+        if self.drafter is not None:
+            for request in finished:
+                self.drafter.on_end(request.output_tokens)
         return finished
 
     def _accept(self, drafts: StepDrafts) -> None:

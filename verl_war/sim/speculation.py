@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
+from verl_war.core.draft_budget import kv_limit
 from verl_war.core.history_config import SOURCES
-from verl_war.core.speculation import DraftPlanner, kv_limit
+from verl_war.core.speculation import DraftPlanner
 from verl_war.core.speculation_limits import MAX_DRAFT_TOKENS, SpeculationLimits
 from verl_war.core.types import SpeculationReading
 from verl_war.sim.draft_world import CLASS_MATCHES
@@ -105,6 +106,9 @@ class Drafter(Protocol):
     def observe(self, batch: Batch, drafts: StepDrafts | None, steps: int, seconds: float) -> None:
         """The steps that began with this batch are over."""
 
+    def on_end(self, output_tokens: int) -> None:
+        """A turn has generated all its tokens."""
+
     def reading(self, steps: int, busy_s: float) -> SpeculationReading:
         """What the engine would report after so many steps."""
 
@@ -157,7 +161,8 @@ class PlannedDrafts(_Counts):
         found = [self._look_up(request, batch.step, limit) for request in batch.decoding]
         self._observe_mix(found)
         kinds, lengths = [draft.kind for draft in found], [draft.length for draft in found]
-        chosen = self.planner.allocate(rows, kv_tokens, kinds, lengths)
+        generated = [draft.request.position(batch.step) for draft in found]
+        chosen = self.planner.allocate(rows, kv_tokens, kinds, lengths, generated)
         for draft, length in zip(found, chosen, strict=True):
             draft.length = length
             draft.accepted = min(draft.accepted, length)
@@ -179,6 +184,9 @@ class PlannedDrafts(_Counts):
                 accepted_tokens=0 if drafts is None else drafts.accepted,
                 seconds=seconds / steps,
             )
+
+    def on_end(self, output_tokens: int) -> None:
+        self.planner.turn_lengths.observe(output_tokens)
 
     def reading(self, steps: int, busy_s: float) -> SpeculationReading:
         return SpeculationReading(
@@ -248,6 +256,9 @@ class OracleDrafts(_Counts):
     def observe(self, batch: Batch, drafts: StepDrafts | None, steps: int, seconds: float) -> None:
         if drafts is not None:
             self._count(drafts)
+
+    def on_end(self, output_tokens: int) -> None:
+        pass
 
     def reading(self, steps: int, busy_s: float) -> SpeculationReading:
         return SpeculationReading(

@@ -91,6 +91,8 @@ _ARMS = (
     _without("history", "drafts from earlier steps", _sources("own", "siblings"), knows_earlier_step=False),
     _without("budget", "draft budget: always drafts, as long as it can", {"speculation": {"enabled": True,
              "mode": "always"}}),
+    _without("tail mode", "longer drafts for turns that last long", {"speculation": {"enabled": True,
+             "favour_long_turns": False}}),
     _without("scheduling", "placement and admission: stock verl's rule, and drafts",
              {"scheduling": {"enabled": False}, "admission": {"enabled": False}}),
     _without("admission", "admission: nothing is held", {"admission": {"enabled": False}}),

@@ -59,6 +59,7 @@ MEASURES = (
     Measure(name="accepted of output %", of=_share("accepted_tokens", "output_tokens")),
     Measure(name="steps with drafts %", of=_total("drafting_steps_share", 100)),
     Measure(name="time for drafts %", of=_total("draft_time_share", 100), digits=1),
+    Measure(name="engines busy s", of=_total("busy_s"), digits=1),
     Measure(name="held s", of=_total("held_s"), digits=1),
     Measure(name="moves", of=_total("moves")),
     Measure(name="contexts over KV, peak", of=_total("kv_demand_peak"), digits=2),

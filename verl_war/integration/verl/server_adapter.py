@@ -150,7 +150,7 @@ class WarServerAdapter(ServerAdapter):  # type: ignore[misc]
         except zmq.Again as error:
             return await self._why_silent(call, error)
         except LOST_ERRORS as error:
-            self._give_up(error)
+            self._give_up(error, self.server_handle)
         return None
 
     async def _why_silent(self, call: Any, silence: zmq.Again) -> BaseException | None:
@@ -162,7 +162,7 @@ class WarServerAdapter(ServerAdapter):  # type: ignore[misc]
             pass
         except RayError as error:
             return error
-        self._give_up(silence)
+        self._give_up(silence, self.server_handle)
         return None
 
     async def _is_lost(self) -> bool:
@@ -175,13 +175,13 @@ class WarServerAdapter(ServerAdapter):  # type: ignore[misc]
             logger.error("replica %d: gets no weights (its server is gone)", self.replica_rank)
             return True
         except LOST_ERRORS as error:
-            self._give_up(error)
+            self._give_up(error, server)
             return True
         return False
 
-    def _give_up(self, error: BaseException) -> None:
+    def _give_up(self, error: BaseException, server: Any) -> None:
         logger.error(
             "replica %d: up -> down for good (%s); it did not get the weights", self.replica_rank, cause_of(error)
         )
-        if self.server_handle is not None:
-            ray.kill(self.server_handle)
+        if server is not None:
+            ray.kill(server)

@@ -56,7 +56,8 @@ class WorkerWatch:
 
     def _watch(self) -> None:
         alive = list(self._prompts)
-        while alive and not self._stop.wait(self._ping_every_s):
+        unreported: list[Any] = []
+        while (alive or unreported) and not self._stop.wait(self._ping_every_s):
             for worker in list(alive):
                 try:
                     ray.get(worker.__ray_ready__.remote(), timeout=self._ping_every_s)
@@ -64,12 +65,23 @@ class WorkerWatch:
                     continue  # busy, or a broken connection that may heal
                 except RayActorError as error:
                     alive.remove(worker)
-                    failed = self._fail_prompts(set(self._prompts[worker]))
+                    unreported.append(worker)
                     logger.error(
-                        "agent loop worker: up -> down (%s); its %d unfinished prompts are reported as failed, and "
-                        "verl stops when it hands out the next ones",
-                        *(cause_of(error), failed),
+                        "agent loop worker: up -> down (%s); its unfinished prompts are reported as failed, and verl "
+                        "stops when it hands out the next ones",
+                        cause_of(error),
                     )
+            unreported = [worker for worker in unreported if not self._report(worker)]
+
+    def _report(self, worker: Any) -> bool:
+        """Report a dead worker's prompts; whether that succeeded."""
+        try:
+            failed = self._fail_prompts(set(self._prompts[worker]))
+        except Exception:  # whatever it was: verl waits for these prompts for ever, so the thread must live and try on
+            logger.exception("prompts of a dead agent loop worker could not be reported as failed; will be tried again")
+            return False
+        logger.error("%d prompts of a dead agent loop worker are reported as failed", failed)
+        return True
 
 
 def fail_prompts(uids: set[str]) -> int:

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_war.core.acceptance import PROB_LEVELS
-from verl_war.core.speculation import DraftPlanner, kv_limit
+from verl_war.core.draft_budget import kv_limit
+from verl_war.core.speculation import DraftPlanner
 from verl_war.core.speculation_limits import SpeculationLimits, change_limits
 from verl_war.core.step_time import StepTime
 from verl_war.history.index import MATCH_BUCKETS, SOURCES, DraftBatch
@@ -233,6 +234,7 @@ class Speculation:
         gone = [req_id for req_id in before if req_id not in present]
         for req_id in gone:
             self.texts.leave(before[req_id])
+            self.planner.turn_lengths.observe(len(before[req_id].outputs))
         self._busy = len(gone) < len(before)  # otherwise the engine may have waited for requests meanwhile
         for row, req_id in enumerate(self._req_ids):
             request = before.get(req_id)
@@ -318,7 +320,8 @@ class Speculation:
         self.observe_mix(kinds)
         offsets = batch.offsets.tolist()
         found = [end - begin for begin, end in zip(offsets, offsets[1:], strict=False)]
-        chosen = self.planner.allocate(len(self._rows), kv_tokens, kinds, found)
+        generated = [len(request.outputs) for request in requests]  # type: ignore[union-attr]
+        chosen = self.planner.allocate(len(self._rows), kv_tokens, kinds, found, generated)
         tokens = batch.tokens.tolist()
         for row, begin, length, kind in zip(rows, offsets, chosen, kinds, strict=False):
             if length:
