@@ -8,7 +8,9 @@ from verl_war.core.config import AdmissionConfig, SchedulingConfig, WarConfig
 from verl_war.core.manager import LOST_AFTER_UPDATES, WorkloadManager
 from verl_war.core.types import ReplicaSnapshot, Turn, TurnResult
 
-CONFIG = WarConfig(scheduling=SchedulingConfig(enabled=True), admission=AdmissionConfig(enabled=True), seed=5)
+CONFIG = WarConfig(
+    scheduling=SchedulingConfig(enabled=True), admission=AdmissionConfig(enabled=True, wait_for_thrash=False), seed=5
+)
 
 
 def reading(steps=0, capacity=8_000):

@@ -15,10 +15,12 @@ TTL_S, MARGIN_S, MAX_HOLD_S, DWELL_S = 60.0, 10.0, 40.0, 10.0
 ROUNDING_S = 1e-6
 ON = {
     "scheduling": SchedulingConfig(enabled=True, move_min_saving_s=0.0, move_min_saving_share=0.0, move_min_turns=1),
-    "admission": AdmissionConfig(enabled=True, max_hold_s=MAX_HOLD_S),
+    "admission": AdmissionConfig(enabled=True, wait_for_thrash=False, max_hold_s=MAX_HOLD_S),
     "regime": RegimeConfig(enter_kv_share=0.5, leave_kv_share=0.3, dwell_s=DWELL_S),
 }
-WITH_TTL = AdmissionConfig(enabled=True, max_hold_s=MAX_HOLD_S, trajectory_ttl_s=TTL_S, deadline_margin_s=MARGIN_S)
+WITH_TTL = AdmissionConfig(
+    enabled=True, wait_for_thrash=False, max_hold_s=MAX_HOLD_S, trajectory_ttl_s=TTL_S, deadline_margin_s=MARGIN_S
+)
 ALWAYS = RegimeConfig(enter_kv_share=0.0, leave_kv_share=0.0)
 CONFIGS = {
     "off": WarConfig(seed=1),

@@ -59,7 +59,7 @@ async def make_rig():
 
 
 ALWAYS_LOADED = {"regime": {"enter_kv_share": 0.0, "leave_kv_share": 0.0}}
-ADMISSION = {"admission": {"enabled": True}, "scheduling": {"enabled": True}, **ALWAYS_LOADED}
+ADMISSION = {"admission": {"enabled": True, "wait_for_thrash": False}, "scheduling": {"enabled": True}, **ALWAYS_LOADED}
 
 
 async def until(condition, timeout_s=10.0):

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.upstream, pytest.mark.asyncio(loop_scope="module")]
 
 SETTINGS = {
     "scheduling": {"enabled": True},
-    "admission": {"enabled": True},
+    "admission": {"enabled": True, "wait_for_thrash": False},
     "failures": {"replica_hang_s": 20.0, "turn_deadline_s": 60.0},
 }
 

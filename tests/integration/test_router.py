@@ -84,7 +84,12 @@ async def test_a_held_turn_waits_for_room_and_holds_up_nobody(make_rig, fast):
 
 
 async def test_a_held_turn_runs_when_its_time_is_over(make_rig, fast):
-    rig = make_rig(1, settings={"admission": {"enabled": True, "max_hold_s": 0.3}}, delay_s=1, kv_capacity_tokens=1000)
+    rig = make_rig(
+        1,
+        settings={"admission": {"enabled": True, "wait_for_thrash": False, "max_hold_s": 0.3}},
+        delay_s=1,
+        kv_capacity_tokens=1000,
+    )
     client = rig.client()
     await client.link._join()
     await until(lambda: rig.manager._fleet.replicas["r0"].capacity_tokens)

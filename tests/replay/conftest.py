@@ -9,7 +9,9 @@ from verl_war.core.config import AdmissionConfig, SchedulingConfig, WarConfig
 from verl_war.core.journal import RecordingManager, as_record, header
 from verl_war.core.types import ReplicaSnapshot, SpeculationReading, Turn, TurnResult
 
-CONFIG = WarConfig(scheduling=SchedulingConfig(enabled=True), admission=AdmissionConfig(enabled=True), seed=11)
+CONFIG = WarConfig(
+    scheduling=SchedulingConfig(enabled=True), admission=AdmissionConfig(enabled=True, wait_for_thrash=False), seed=11
+)
 
 
 def reading(tokens, steps):

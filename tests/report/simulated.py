@@ -15,7 +15,7 @@ STEP_GAP_S = 20.0
 
 SETTINGS = {
     "scheduling": {"enabled": True},
-    "admission": {"enabled": True},
+    "admission": {"enabled": True, "wait_for_thrash": False},
     "regime": {"enter_kv_share": 0.0, "leave_kv_share": 0.0},
     "speculation": {"enabled": True},
     "seed": 3,

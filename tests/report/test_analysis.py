@@ -219,7 +219,11 @@ def test_damage_is_found_also_without_the_manager(tiny_journal):
 
 
 def test_which_rule_decided_each_step_and_what_trials_came_to(tmp_path):
-    controls = {"scheduling": {"enabled": True}, "admission": {"enabled": True}, "guard": {"first_trial_steps": 2}}
+    controls = {
+        "scheduling": {"enabled": True},
+        "admission": {"enabled": True, "wait_for_thrash": False},
+        "guard": {"first_trial_steps": 2},
+    }
     path = simulate(tmp_path / "journal.jsonl", replicas=2, load=40, steps=4, workload="small", hardware="cpu_2core",
                     settings={"seed": 1, **controls})  # fmt: skip
     analysis = analyse(path)

@@ -83,6 +83,7 @@ class AdmissionConfig:
 
     Attributes:
         enabled: The switch.
+        wait_for_thrash: Whether nothing is held for a replica until its engine was seen to lose cache to its load.
         admit_fraction: Conversations are admitted while a replica's working set stays under this share of its
             trusted capacity.
         pause_fraction: Above this share, conversations that are between turns are paused.
@@ -94,6 +95,7 @@ class AdmissionConfig:
     """
 
     enabled: bool = False
+    wait_for_thrash: bool = True
     admit_fraction: float = 0.9
     pause_fraction: float = 1.0
     growth_turns: float = 1.0

@@ -60,6 +60,7 @@ class Replica:
         in_pool: Whether turns may be placed on it.
         capacity_tokens: KV tokens that its engine says it holds; 0 until it has reported.
         trusted_share: Share of the capacity that admission fills; `core.admission` moves it.
+        has_thrashed: Whether its engine was seen to lose so much of its cache that holding conversations pays.
         working_set_tokens: Needs of the admitted conversations, each of their groups' prompts once, and once what all
             prompts share.
         reserved_tokens: Needs of siblings that are expected to follow.
@@ -79,6 +80,7 @@ class Replica:
     in_pool: bool = False
     capacity_tokens: int = 0
     trusted_share: float = 1.0
+    has_thrashed: bool = False
     working_set_tokens: float = 0.0
     reserved_tokens: float = 0.0
     kv_tokens: int = 0

@@ -185,8 +185,7 @@ class Scheduler:
 
     def control(self, replica: Replica, now_s: float) -> None:
         """Let the controller look at a replica's evidence."""
-        token_s = self.placement.model.token_s * replica.pace.slowness
-        changed = self.trust.decide(replica, is_full=len(self.queue) > 0, token_s=token_s, now_s=now_s)
+        changed = self.trust.decide(replica, len(self.queue) > 0, self.placement.model, now_s)
         if changed is not None:
             self._fleet.freed += 1
             logger.info(
@@ -228,7 +227,7 @@ class Scheduler:
     def _relieve(self, home: Replica, conversation: Conversation, now_s: float) -> bool:
         """Pause conversations between turns while the working set is over the limit; True if this one is among them."""
         limit = self._config.admission.pause_fraction * home.trusted_tokens
-        if home.working_set_tokens <= limit:
+        if home.working_set_tokens <= limit or not self._is_limited(home):
             return False
         for victim in pause_order(home):
             if len(home.admitted) <= 1 or home.working_set_tokens <= limit:
@@ -243,9 +242,13 @@ class Scheduler:
                 return True
         return False
 
+    def _is_limited(self, replica: Replica) -> bool:
+        """Whether more conversations than fit would lose more than they yield."""
+        return replica.has_thrashed or not self._config.admission.wait_for_thrash
+
     def _has_room(self, replica: Replica, turn: Turn, conversation: Conversation) -> bool:
         """Whether the conversation fits in the replica's working set, or has it to itself."""
-        if not self._is_admitting or not replica.admitted:
+        if not self._is_admitting or not replica.admitted or not self._is_limited(replica):
             return True
         need_tokens = conversation.need_tokens
         if turn.group_id and turn.group_id not in replica.group_prompts:

@@ -68,6 +68,11 @@ class StepTime:
         """Seconds of an iteration that decodes `rows` requests and prefills `tokens`, with `kv_tokens` in use."""
         return self.base_s + self.row_s * rows + self.token_s * tokens + self.kv_token_s * kv_tokens
 
+    def base_share(self, rows: float, kv_tokens: float) -> float:
+        """Share of a decode step that does not grow with its batch: by it, more requests yield more tokens a second."""
+        step_s = self.step_s(rows, kv_tokens)
+        return self.base_s / step_s if step_s > 0.0 else 1.0
+
     def prefill_s(self, tokens: float) -> float:
         """Seconds that prefilling `tokens` takes from everything else on the replica."""
         return self.token_s * tokens
