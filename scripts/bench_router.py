@@ -32,7 +32,9 @@ from verl_war.core.types import Placement, ReplicaSnapshot, Turn, TurnResult
 
 OUT = Path(__file__).parents[1] / "recipes" / "baseline_comparison" / "results" / "router"
 CONFIG = WarConfig(
-    scheduling=SchedulingConfig(enabled=True), admission=AdmissionConfig(enabled=True, max_hold_s=1e6), seed=0
+    scheduling=SchedulingConfig(enabled=True),
+    admission=AdmissionConfig(enabled=True, wait_for_thrash=False, max_hold_s=1e6),
+    seed=0,
 )
 REPLICAS = (2, 8, 64, 256, 1000)
 TRAJECTORIES = (100, 1_000, 10_000, 100_000)

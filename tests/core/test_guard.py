@@ -113,7 +113,8 @@ def play_step(manager, number, begin_s):
 
 def test_a_trial_is_stock_verl_and_is_reported():
     config = WarConfig(
-        scheduling=SchedulingConfig(enabled=True), admission=AdmissionConfig(enabled=True, wait_for_thrash=False, growth_turns=0.0),
+        scheduling=SchedulingConfig(enabled=True),
+        admission=AdmissionConfig(enabled=True, wait_for_thrash=False, growth_turns=0.0),
         guard=GuardConfig(first_trial_steps=2), block_size_tokens=10, seed=0,
     )  # fmt: skip
     manager = WorkloadManager(config)

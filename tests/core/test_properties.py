@@ -64,7 +64,7 @@ def test_long_runs(config, seed):
     world = world_of(config, 2)
     world.play(random_events(seed, 1_000))
     world.wind_up()
-    if config not in ("off", "scheduling"):
+    if config not in ("off", "scheduling", "all, waiting for thrash"):  # some of these worlds never thrash
         assert any(start["held_s"] > 0 for record in world.records for start in record.get("starts", []))
 
 

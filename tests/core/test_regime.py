@@ -16,7 +16,8 @@ CAPACITY = 10_000
 
 def manager_of(replicas=("a", "b"), **regime):
     config = WarConfig(
-        scheduling=SchedulingConfig(enabled=True), admission=AdmissionConfig(enabled=True, wait_for_thrash=False, growth_turns=0.0),
+        scheduling=SchedulingConfig(enabled=True),
+        admission=AdmissionConfig(enabled=True, wait_for_thrash=False, growth_turns=0.0),
         regime=RegimeConfig(**regime), block_size_tokens=10, seed=0,
     )  # fmt: skip
     manager = WorkloadManager(config)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_war.core.admission import EVIDENCE_TURNS
+from verl_war.core.admission import EVIDENCE_TURNS, PLAIN_TURNS
 from verl_war.core.config import AdmissionConfig, RegimeConfig, SchedulingConfig, WarConfig
 from verl_war.core.manager import WorkloadManager
 from verl_war.core.types import Reason, ReplicaSnapshot, Turn, TurnResult
@@ -249,8 +249,8 @@ def turns_of(manager, rounds, cached_share, begin_s, engine_s=0.5, capacity=10_0
     """
     for now_s in (begin_s + number for number in range(rounds)):
         (placed,) = manager.on_turn(turn("s1", 7_000), now_s)
-        manager.on_snapshot("a", worked(manager, engine_s, capacity), now_s + 0.4)
         end(manager, placed, now_s + 0.5, cached=int(cached_share * 7_000))
+        manager.on_snapshot("a", worked(manager, engine_s, capacity), now_s + 0.6)
 
 
 def test_lost_cache_lowers_the_trusted_share_and_calm_raises_it_while_somebody_waits():
@@ -277,17 +277,28 @@ def test_nothing_is_held_before_the_loss_of_cache_takes_time(engine_s, holds):
     turns_of(manager, 2, 0.5, 301.0, engine_s)
     assert (manager.on_turn(turn("last", 2_000), 400.0) == []) == holds
     share = manager.report()["war/replica/0/trusted_share"]
-    assert share == (pytest.approx(3.3 * 0.75) if holds else 1.0), "of what was resident"
+    assert share == (0.75 if holds else 1.0)
+
+
+def test_a_plain_loss_is_seen_after_few_turns_once():
+    manager = manager_of(["a"], wait_for_thrash=True)
+    turns_of(manager, PLAIN_TURNS, 0.5, 1.0)
+    assert manager.report()["war/replica/0/trusted_share"] == 1.0, "the first turn had nothing to find"
+    turns_of(manager, 1, 0.5, 50.0)
+    seen = manager.report()["war/replica/0/trusted_share"]
+    assert seen == pytest.approx(0.7 * 0.75)
+    turns_of(manager, EVIDENCE_TURNS - 1, 0.5, 60.0)
+    assert manager.report()["war/replica/0/trusted_share"] == seen
 
 
 def test_a_replica_may_be_overfilled_as_far_as_that_pays():
-    """A tenth of the cache is lost, 4% of the time: too much where contexts fit, little where twice as many decode."""
+    """A twentieth of the cache is lost, 4% of the time: too much where all fit, little where thrice as many decode."""
     for others, is_too_much in ((0, True), (4, False)):
         manager = manager_of(["a"], wait_for_thrash=True)
         for number in range(others):
             manager.on_turn(turn(f"other {number}", 6_000), 0.5)
         turns_of(manager, 1 + EVIDENCE_TURNS, 0.95, 1.0)
-        assert (manager.report()["war/replica/0/trusted_share"] < 1.0) == is_too_much
+        assert manager.report()["war/replica/0/thrashed"] == is_too_much
 
 
 def test_preemptions_lose_all_that_their_requests_had():
@@ -302,7 +313,7 @@ def test_evidence_of_steps_with_few_turns_adds_up():
     manager = manager_of(["a"])
     for step, begin_s in enumerate((1.0, 100.0, 200.0)):
         assert manager.report()["war/replica/0/trusted_share"] == 1.0, step
-        turns_of(manager, EVIDENCE_TURNS // 2, 0.5, begin_s)
+        turns_of(manager, EVIDENCE_TURNS // 2, 0.96, begin_s)
         manager.on_weights_updated(begin_s + 90.0)
     assert manager.report()["war/replica/0/trusted_share"] < 1.0
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from verl_war.core.acceptance import PROB_LEVELS, AcceptanceTable
-from verl_war.core.draft_budget import best_budget, best_length, expected_accepted, kv_limit
+from verl_war.core.draft_budget import Budget, best_budget, best_length, expected_accepted, kv_limit
 from verl_war.core.speculation import PLAIN_EVERY_STEPS, DraftPlanner
 from verl_war.core.speculation_limits import SpeculationLimits, change_limits
 from verl_war.core.step_time import DraftCost, StepTime
@@ -154,9 +154,9 @@ def test_plain_steps_are_kept_while_drafting():
 
 def told(gains, step_s=1.0, **limits):
     """Regimes and look-up limits of a planner that expects these gains, asked once in `step_s` seconds."""
-    subject = planner(max_draft_tokens=4, **limits)
+    subject = planner(**limits)
     gain = iter(gains)
-    subject._decide = lambda rows, kv, cap: next(gain)
+    subject._decide = lambda rows, kv, cap: (4, next(gain))
     seen = []
     for step in range(len(gains)):
         limit = subject.lookup_limit(2, 0.0, step * step_s)
@@ -191,7 +191,7 @@ def test_a_regime_that_flaps_changes_once_per_dwell():
 def test_the_next_step_is_asked_for_only_while_drafts_pay():
     subject = planner(dwell_s=10.0)
     gains = iter([0.0, 0.3, 0.0, 0.3])
-    subject._decide = lambda rows, kv, cap: next(gains)
+    subject._decide = lambda rows, kv, cap: (4, next(gains))
     asked = [bool(subject.lookup_limit(2, 0.0, float(step))) is subject.is_drafting for step in range(4)]
     assert asked == [True] * 4 and subject.is_drafting
 
@@ -217,11 +217,22 @@ def test_who_lasts_long_gets_longer_drafts_and_the_others_no_longer_ones():
 
 
 def test_who_lasts_long_is_not_helped_at_the_price_of_the_batch():
-    """Drafts are so dear that one row's, however long, slow the others down more than they give."""
-    subject, kind = used_to_short_turns(any_s=0.0, token_s=0.0004, accept=0.95, found=8)
-    subject.step_time.cost = lambda rows, kv: cost(plain_s=0.014, any_draft_s=0.05, token_s=0.0001)
-    generated = [2] * 15 + [400]
-    assert subject.allocate(16, 16_000.0, [-1] * 15 + [kind], [0] * 15 + [24], generated) == [0] * 16
+    """Its long draft is worth four times its tokens and takes more time than all drafts save: it gets a short one."""
+    subject, kind = used_to_short_turns(accept=0.9, found=24)
+    subject.step_time.cost = lambda rows, kv: cost(plain_s=0.002, any_draft_s=0.00002, token_s=0.0011)
+    subject.acceptance.rates = lambda kind: (0.95, 0.93)
+    generated, rows = [2] * 2 + [400], 3
+    subject.turn_lengths.weights = lambda generated: [1.0, 1.0, 1.0]
+    alike = subject.allocate(rows, 0.0, [-1, -1, kind], [0, 0, 24], generated)
+    subject.turn_lengths.weights = lambda generated: [1.0, 1.0, 4.0]
+    longer = subject._longer(
+        rows, subject.step_time.cost(rows, 0.0), Budget(lengths={kind: alike[2]}, price=1700.0), [-1, -1, kind], alike,
+        [0, 0, 24], {kind: (0.95, 0.93)}, generated,
+    )  # fmt: skip
+    assert longer[2] > alike[2] and not subject._pays(
+        rows, subject.step_time.cost(rows, 0.0), [-1, -1, kind], longer, {kind: (0.95, 0.93)}
+    )
+    assert subject.allocate(rows, 0.0, [-1, -1, kind], [0, 0, 24], generated) == alike
 
 
 @pytest.mark.parametrize("mode", ["always", "off"])

@@ -27,6 +27,9 @@ CONFIGS = {
     "scheduling": WarConfig(seed=1, scheduling=ON["scheduling"], regime=ON["regime"]),
     "admission": WarConfig(seed=1, admission=ON["admission"], regime=ON["regime"]),
     "all": WarConfig(seed=1, **ON),
+    "all, waiting for thrash": WarConfig(
+        seed=1, **{**ON, "regime": ALWAYS, "admission": AdmissionConfig(enabled=True, max_hold_s=MAX_HOLD_S)}
+    ),
     "all, always loaded": WarConfig(seed=1, **{**ON, "regime": ALWAYS, "admission": WITH_TTL}),
 }
 

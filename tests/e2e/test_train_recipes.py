@@ -27,7 +27,7 @@ ZERO_UNLESS_LOADED = {
     *("war/starts_{reason}", "war/decisive_{term}", "war/degenerate_terms"),
     *("war/turn_s_predicted", "war/turn_s_measured"),
     *("war/regime_high", "war/regime_changes", "war/kv_load_peak"),
-    *("war/guard_trial", "war/guard_off", "war/guard_speedup", "war/cache_lost_share"),
+    *("war/replica/{i}/thrashed", "war/guard_trial", "war/guard_off", "war/guard_speedup", "war/cache_lost_share"),
 }
 """What stays zero where everything fits in the KV caches; unit tests and simulations move it."""
 

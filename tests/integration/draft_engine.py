@@ -8,7 +8,8 @@ from verl_war.core.history_config import HistoryConfig
 from verl_war.core.speculation_limits import SpeculationLimits
 from verl_war.history import index as history
 from verl_war.history.store import HistoryStore
-from verl_war.integration.vllm.speculation import KvRoom, Speculation, StepInput
+from verl_war.integration.vllm.speculation import Speculation
+from verl_war.integration.vllm.speculation_step import KvRoom, StepInput
 from verl_war.integration.vllm.speculation_text import LiveRequest, describe
 
 VOCAB = 500
@@ -37,7 +38,7 @@ class Engine:
         self.index = self.store.index
         self.speculation = Speculation(self.store, limits or SpeculationLimits(mode="always"), self.clock)
         self.requests = {}
-        self.batch = []
+        self.batch, self.preempted = [], set()
         self.step_s = step_s
         self.drafts = {}
         self.verified = self.rested_steps = 0
@@ -56,9 +57,10 @@ class Engine:
         }
         self.batch.append(req_id)
 
-    def remove(self, req_id):
+    def remove(self, req_id, preempted=False):
         """Finished, aborted or preempted."""
         self.batch.remove(req_id)
+        self.preempted |= {req_id} if preempted else set()
         self.drafts.pop(req_id, None)
 
     def step(self, max_tokens=24):
@@ -88,6 +90,7 @@ class Engine:
             sampled=sampled,
             verified_tokens=verified.__getitem__,
             describe=lambda row: self.live(self.batch[row]),
+            is_alive=lambda req_id: req_id in self.batch or req_id in self.preempted,
             kv=KvRoom(capacity_tokens=self.kv_capacity, block_tokens=16, free_tokens=lambda: self.kv_free),
         )
         rests = self.speculation.rests(self.batch)

@@ -124,6 +124,36 @@ def test_preempted_and_resumed_requests_keep_their_text(mode):
     assert engine.store.stats()["edited"] == 0
 
 
+def test_lengths_of_turns_are_known_when_they_have_ended():
+    """A preempted one is counted when it has ended, and the last ones of a step in the next."""
+    engine, seen = Engine(), []
+    engine.speculation.planner.turn_lengths.observe = seen.append
+    for number, length in enumerate((5, 40)):
+        engine.add(f"r{number}", tokens(number, 20), tokens(10 + number, length))
+    engine.step()
+    engine.remove("r1", preempted=True)
+    engine.run()
+    engine.batch.append("r1")
+    engine.preempted.clear()
+    engine.run()
+    engine.speculation.on_policy_step(2, {})
+    engine.add("next", tokens(5, 20), tokens(6, 3))
+    engine.step()
+    assert seen == [5, 40]
+
+
+def test_who_has_generated_much_is_told_to_the_planner():
+    engine, told = Engine(SpeculationLimits(mode="always")), []
+    allocate = engine.speculation.planner.allocate
+    engine.speculation.planner.allocate = lambda *arguments: told.append(arguments[4]) or allocate(*arguments)
+    text = tokens(1, 30)
+    engine.add("r0", text + text, text)
+    for _ in range(3):
+        engine.step()
+    assert [generated for (generated,) in told] == [len(engine.requests["r0"]["outputs"])] or told[0] == [1]
+    assert all(later > earlier for (earlier,), (later,) in zip(told, told[1:], strict=False)) and told
+
+
 def test_text_generated_while_off_is_filled_in():
     engine = Engine(SpeculationLimits(mode="off"))
     answer = tokens(2, 60)

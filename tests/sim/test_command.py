@@ -106,9 +106,12 @@ def test_war_settings_reach_the_manager(tmp_path, capsys):
         report = json.loads((tmp_path / "simulate.json").read_text())
         return {run["policy"]: run["held_s"] for run in report["runs"] if run["seed"] == 1}
 
-    assert hits()["war"] > 0
-    assert hits("--war", "admission.enabled=false")["war"] == 0
-    assert hits("--war", "regime.enter_kv_share=90")["war"] == 0, "a fleet that never counts as loaded holds nothing"
+    holds = ("--war", "admission.wait_for_thrash=false")
+    assert hits(*holds)["war"] > 0
+    assert hits(*holds, "--war", "admission.enabled=false")["war"] == 0
+    assert hits(*holds, "--war", "regime.enter_kv_share=90")["war"] == 0, (
+        "a fleet that never counts as loaded holds nothing"
+    )
     assert main([*TINY, "--policies", "war", "--war", "admission.frction=1", "--load", "4"]) == 2
     assert "admission.frction" in capsys.readouterr().err
 

@@ -74,6 +74,7 @@ def test_accepted_tokens_take_no_step_of_their_own():
     assert replica.counters.decode_tokens == 9
     assert replica.counters.engine_steps == 1 + 6
     assert (replica.counters.drafted_tokens, replica.counters.accepted_tokens) == (6, 3)
+    assert replica.drafter.ended_tokens == 10
 
 
 def test_context_of_accepted_tokens_stays_cached_and_its_blocks_are_given_back():

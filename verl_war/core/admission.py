@@ -16,6 +16,10 @@ from verl_war.core.types import Turn
 EVIDENCE_TURNS = 64
 """Turns that returned before the controller looks at a replica: fewer are chance, and calm looks raise the share."""
 
+PLAIN_TURNS = 16
+PLAIN_FACTOR = 4.0
+"""So many turns are enough the first time that a replica thrashes, if the loss is so many times what is tolerated."""
+
 THRASH_TIME = 0.015
 """Share of an engine's time that it may spend on cached tokens that it lost without being called thrashing: partial
 blocks, contexts that agent loops rewrite, and evictions by requests that were never described to the router. On an H100
@@ -31,9 +35,6 @@ CALM_TIME = 0.004
 
 THRASH_MIN_FILL = 0.5
 """Share of the trusted capacity that the working set must fill before lost cache is taken for thrash."""
-
-CALM_LOSS = 0.005
-"""Below this share, and with conversations held, the replica may be filled further."""
 
 LARGEST_DECREASE = 0.25
 """The trusted share falls by the share of the cache that was lost, at most by this much at once."""
@@ -115,23 +116,26 @@ class HoldQueue:
 
 @dataclass(slots=True)
 class _Evidence:
-    served_turns: int = 0
+    """What was seen of a replica since the last look; of turns whose KV was left alone, which had something to lose."""
+
     busy_s: float = 0.0
+    preemptions: int = 0
     turns: int = 0
     believed_tokens: int = 0
     lost_tokens: int = 0
-    preemptions: int = 0
+    fill: float = 0.0
+    requests: int = 0
     changed_s: float = float("-inf")
 
     @property
     def lost_share(self) -> float:
-        """Share of the cached tokens of a turn that were lost; a preemption loses all of its request's."""
+        """Share of the cached tokens that were lost; a preemption loses all of its request's."""
         found = self.lost_tokens / self.believed_tokens if self.believed_tokens else 0.0
-        return found + self.preemptions / self.served_turns
+        return found + self.preemptions / self.turns
 
-    def at_stake(self, token_s: float) -> float:
-        """Time that reading all cached tokens again would take an engine, over what it takes for the turns now."""
-        return (self.believed_tokens / self.turns * token_s) / (self.busy_s / self.served_turns)
+    def lost_time(self, token_s: float) -> float:
+        """Time for reading lost tokens again, as a share of the engine's time."""
+        return self.lost_share * self.believed_tokens * token_s / self.busy_s
 
 
 @dataclass(slots=True)
@@ -146,25 +150,17 @@ class TrustController:
     _believed_tokens: int = 0
     _lost_tokens: int = 0
 
-    def on_turn_end(
-        self, replica: Replica, believed_tokens: int, cached_tokens: int, retained_since_s: float | None
-    ) -> None:
-        """Take in a turn that returned.
-
-        Args:
-            replica: Where it ran.
-            believed_tokens: Tokens that should have been cached.
-            cached_tokens: Tokens that were.
-            retained_since_s: Since when its KV was left alone; None if it cannot be told.
-        """
+    def on_turn_end(self, replica: Replica, believed_tokens: int, cached_tokens: int, retained_since_s: float) -> None:
+        """Take in a turn whose KV was left alone since `retained_since_s` and should have been there."""
         evidence = self._of(replica)
-        evidence.served_turns += 1
-        if retained_since_s is None or retained_since_s < evidence.changed_s:
+        if retained_since_s < evidence.changed_s:
             return
         lost_tokens = max(0, believed_tokens - cached_tokens)
         evidence.turns += 1
         evidence.believed_tokens += believed_tokens
         evidence.lost_tokens += lost_tokens
+        evidence.fill += replica.working_set_tokens / replica.capacity_tokens if replica.capacity_tokens else 0.0
+        evidence.requests += len(replica.admitted)
         self._believed_tokens += believed_tokens
         self._lost_tokens += lost_tokens
 
@@ -174,7 +170,9 @@ class TrustController:
         evidence.busy_s += busy_s
         evidence.preemptions += preemptions
 
-    def decide(self, replica: Replica, is_full: bool, model: StepTime, now_s: float) -> tuple[float, float] | None:
+    def decide(
+        self, replica: Replica, is_limited: bool, is_full: bool, model: StepTime, now_s: float
+    ) -> tuple[float, float] | None:
         """Change the trusted share if there is evidence.
 
         Until a replica thrashes for the first time only that is looked for: contexts that are short, or begin alike,
@@ -183,7 +181,8 @@ class TrustController:
 
         Args:
             replica: Whose share.
-            is_full: Whether conversations are held for want of room on the replica.
+            is_limited: Whether conversations are held for want of room on it.
+            is_full: Whether any are held now.
             model: Of its engine's time.
             now_s: Time of the caller.
 
@@ -191,26 +190,24 @@ class TrustController:
             (old, new) share, or None when it stays.
         """
         evidence = self._of(replica)
-        if evidence.turns < EVIDENCE_TURNS or not evidence.busy_s > 0.0:
+        if evidence.turns < PLAIN_TURNS or not evidence.busy_s > 0.0:
             return None
-        loss = evidence.lost_share
-        lost_time = loss * evidence.at_stake(model.token_s)
-        old = replica.trusted_share
+        fill, requests = evidence.fill / evidence.turns, evidence.requests / evidence.turns
+        lost_time = evidence.lost_time(model.token_s * replica.pace.slowness)
+        worth = OVERFILL_WORTH * model.base_share(requests, replica.capacity_tokens)
+        tolerated = THRASH_TIME + worth * math.log(max(1.0, fill))
+        is_plain = not is_limited and lost_time > PLAIN_FACTOR * tolerated
+        if evidence.turns < EVIDENCE_TURNS and not is_plain:
+            return None
+        old = new = replica.trusted_share
         low, high = TRUSTED_SHARE_BOUNDS
-        used = replica.working_set_tokens / replica.capacity_tokens if replica.capacity_tokens else 0.0
-        worth = OVERFILL_WORTH * model.base_share(len(replica.admitted), replica.capacity_tokens)
-        if lost_time > THRASH_TIME + worth * math.log(max(1.0, used)):
-            # The share falls from what is resident, not from a ceiling that was never reached. What a replica loses
-            # while it is far from full, it did not lose to its working set.
-            before = min(old, used) if replica.has_thrashed else used
-            new = old
-            if used >= THRASH_MIN_FILL * old:
-                new = min(high, max(low, before * (1 - min(LARGEST_DECREASE, loss))))
-                replica.has_thrashed = True
-        elif lost_time < CALM_TIME and is_full:
+        # What a replica loses while it is far from full, it did not lose to its working set.
+        if lost_time > tolerated and fill >= THRASH_MIN_FILL * old:
+            # The share falls from what is resident, not from a ceiling that was never reached.
+            new = max(low, min(old, fill) * (1 - min(LARGEST_DECREASE, evidence.lost_share)))
+            replica.has_thrashed = True
+        elif lost_time < CALM_TIME and is_limited and is_full:
             new = min(high, old + INCREASE)
-        else:
-            new = old
         self._evidence[replica.replica_id] = _Evidence(changed_s=now_s if new < old else evidence.changed_s)
         if new == old:
             return None

@@ -284,6 +284,7 @@ class WorkloadManager:
             f"{prefix}/kv_usage_peak": peaks.kv_usage,
             f"{prefix}/working_set_peak": peaks.working_set_tokens / max(1, replica.capacity_tokens),
             f"{prefix}/trusted_share": replica.trusted_share,
+            f"{prefix}/thrashed": float(replica.has_thrashed),
             f"{prefix}/slowness": replica.pace.slowness,
         }
         peaks.live_trajectories, peaks.kv_tokens, peaks.kv_usage = len(replica.admitted), replica.kv_tokens, 0.0
@@ -377,10 +378,10 @@ class WorkloadManager:
                 self._scheduler.guard.on_turn_end(result.completion_tokens)
         if result.num_cached_tokens is None or self._scheduler is None:
             return
-        self._scheduler.trust.on_turn_end(
-            replica, pending.believed_tokens, result.num_cached_tokens, pending.retained_since_s
-        )
-        self._scheduler.control(replica, now_s)
+        if pending.retained_since_s is not None:
+            self._scheduler.trust.on_turn_end(
+                replica, pending.believed_tokens, result.num_cached_tokens, pending.retained_since_s
+            )
 
     def _resize(self, conversation: Conversation, grown_tokens: int, validate: bool) -> None:
         """The context grew; peaks are those of training trajectories."""

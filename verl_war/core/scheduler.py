@@ -32,8 +32,8 @@ SCHEDULER_METRICS = (
 """What `Scheduler.report` gives."""
 
 THRASH_SHARE = 0.4
-"""Share of the cache that engines may lose in a step under admission before that is worth a warning: more than the
-controller lets them lose even where contexts are short and cheap to read again."""
+"""Share of the cache that engines may lose in a step under admission before that is worth a warning: where contexts are
+short and cheap to read again, the controller lets them lose as much as a fifth."""
 
 LOOKAHEAD = 8
 """Held turns that are tried when those ranked before them do not fit: small ones fill gaps, but the scan is short."""
@@ -173,7 +173,8 @@ class Scheduler:
         shares = (decisive[name] / sampled if sampled else 0.0 for name in PRICE_TERMS)
         degenerate = sum(count == 0 for count in decisive.values()) if is_known else 0
         lost_share = self.trust.take_lost_share()
-        if self._is_admitting and not self.guard.was_trial and lost_share > THRASH_SHARE:
+        is_limiting = self._is_admitting and any(map(self._is_limited, self._fleet.pool()))
+        if is_limiting and not self.guard.was_trial and lost_share > THRASH_SHARE:
             logger.warning(
                 "fleet: thrashing in spite of admission (engines lost %.0f%% of the cache of conversations left alone; "
                 "expected under %.0f%%). Do other clients use these engines, or is vLLM's prefix caching off?",
@@ -185,7 +186,13 @@ class Scheduler:
 
     def control(self, replica: Replica, now_s: float) -> None:
         """Let the controller look at a replica's evidence."""
-        changed = self.trust.decide(replica, len(self.queue) > 0, self.placement.model, now_s)
+        was_limited = self._is_limited(replica)
+        changed = self.trust.decide(replica, was_limited, len(self.queue) > 0, self.placement.model, now_s)
+        if changed is not None and not was_limited:
+            logger.warning(
+                "replica %s: admission unlimited -> limited (contexts of %d tokens make its engine lose cache of %d)",
+                *(replica.replica_id, replica.working_set_tokens, replica.capacity_tokens),
+            )
         if changed is not None:
             self._fleet.freed += 1
             logger.info(
@@ -244,7 +251,8 @@ class Scheduler:
 
     def _is_limited(self, replica: Replica) -> bool:
         """Whether more conversations than fit would lose more than they yield."""
-        return replica.has_thrashed or not self._config.admission.wait_for_thrash
+        # Without readings nobody would see it thrash.
+        return replica.has_thrashed or replica.is_stale or not self._config.admission.wait_for_thrash
 
     def _has_room(self, replica: Replica, turn: Turn, conversation: Conversation) -> bool:
         """Whether the conversation fits in the replica's working set, or has it to itself."""

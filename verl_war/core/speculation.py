@@ -11,7 +11,7 @@ from verl_war.core.decode_time import DecodeTime
 from verl_war.core.draft_budget import Budget, best_budget, best_length, expected_accepted
 from verl_war.core.speculation_limits import SpeculationLimits
 from verl_war.core.step_time import DraftCost, StepTime
-from verl_war.core.turn_lengths import TurnLengths
+from verl_war.core.turn_lengths import WEIGHTS, TurnLengths
 from verl_war.core.types import Regime
 from verl_war.core.watchdog import Watchdog
 
@@ -64,7 +64,7 @@ class DraftPlanner:
         self._step = 0
         self._now_s = self._switched_at_s = self._paid_at_s = -math.inf
         self._plain_at_step = 0
-        self._decisions: dict[int, float] = {}
+        self._decisions: dict[int, tuple[int, float]] = {}
         self._decisions_at_step = 0
         self._probe_at_s = -math.inf
         self._is_for_gain = False
@@ -102,7 +102,7 @@ class DraftPlanner:
             self.is_drafting = cap > 0
             self._enter("low" if cap else "high", rows)
             return cap
-        self.gain = self._decide(rows, kv_tokens, cap)
+        length, self.gain = self._decide(rows, kv_tokens, cap)
         pays = self._pays_at(self.gain)
         self._dwell(rows, pays)
         if self.regime == "high":
@@ -113,7 +113,7 @@ class DraftPlanner:
         if self._step - self._plain_at_step >= PLAIN_EVERY_STEPS:
             self._plain_at_step = self._step
             return 0
-        return cap  # what is drafted is decided when it is known what was found, and for whom
+        return length
 
     def allocate(
         self,
@@ -230,8 +230,8 @@ class DraftPlanner:
             return 0
         return min(self.limits.max_draft_tokens, max(1, self.limits.max_step_draft_tokens // rows))
 
-    def _decide(self, rows: int, kv_tokens: float, cap: int) -> float:
-        """Gain that drafts promise in such a batch."""
+    def _decide(self, rows: int, kv_tokens: float, cap: int) -> tuple[int, float]:
+        """Longest draft that may be worth its tokens in such a batch, whoever's it is, and the gain of drafting."""
         if self._step - self._decisions_at_step >= REFRESH_STEPS:
             self._decisions.clear()
             self._decisions_at_step = self._step
@@ -239,8 +239,14 @@ class DraftPlanner:
         if known is None:
             cost = self.step_time.cost(rows, kv_tokens)
             budget = Budget() if cost is None or cap == 0 else self._expected(cost, rows, cap)
-            known = self._decisions[rows] = budget.gain
+            known = self._decisions[rows] = (self._longest(budget, cost, cap), budget.gain)
         return known
+
+    def _longest(self, budget: Budget, cost: DraftCost | None, cap: int) -> int:
+        if cost is None or not budget.lengths:
+            return 0
+        price = budget.price / (WEIGHTS[-1] if self.limits.favour_long_turns else 1.0)
+        return max(best_length(*self.acceptance.rates(kind), price, cost, cap)[0] for kind in budget.lengths)
 
     def _expected(self, cost: DraftCost, rows: int, cap: int) -> Budget:
         mix = self.acceptance.mix()

@@ -111,7 +111,8 @@ class TimeFigures:
         text = (
             "KV in use: blocks that engines hold, as they say. Working set: contexts of the live trajectories and what "
             "they are expected to grow by, over the capacity; above 100% they cannot all stay cached. Trusted share: "
-            "part of the capacity that admission fills, lowered on evidence of thrash; not shown if it stayed at 100%."
+            "part of the capacity that admission fills once the engine has lost cache to its load; not shown if it "
+            "stayed at 100%."
         )
         curves = [(label, "share", partial(self._series.mean, name)) for name, label in panels]
         return self._panels("KV cache", text, curves)

@@ -20,7 +20,7 @@ POLL_EVERY_S = 0.5
 """Fast against the seconds in which a working set changes, slow against the cost of a reading."""
 
 CALM_POLL_EVERY_S = 2.0
-"""The same while the fleet is not loaded: nothing is decided from readings then, and on a machine whose cores the
+"""The same while the fleet is not loaded: nothing is held or placed by readings then, and on a machine whose cores the
 engines need themselves two a second are a per cent of it."""
 
 POLLS_PER_S = 200

@@ -175,7 +175,8 @@ class WarServerAdapter(ServerAdapter):  # type: ignore[misc]
             logger.error("replica %d: gets no weights (its server is gone)", self.replica_rank)
             return True
         except LOST_ERRORS as error:
-            self._give_up(error, server)
+            # Only by the rank that would send to it: another may be late itself.
+            self._give_up(error, server if self._has_server else None)
             return True
         return False
 

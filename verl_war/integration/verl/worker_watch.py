@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 import transfer_queue as tq
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from verl_war.integration.verl.failures import cause_of
 
@@ -71,6 +71,8 @@ class WorkerWatch:
                         "stops when it hands out the next ones",
                         cause_of(error),
                     )
+                except RayError as error:  # nothing that says that it is dead
+                    logger.debug("an agent loop worker could not be asked whether it lives (%s)", cause_of(error))
             unreported = [worker for worker in unreported if not self._report(worker)]
 
     def _report(self, worker: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -19,7 +18,8 @@ from verl_war.core.step_time import StepTime
 from verl_war.history.index import MATCH_BUCKETS, SOURCES, DraftBatch
 from verl_war.integration.vllm.speculation_shadow import ShadowProbes
 from verl_war.integration.vllm.speculation_stats import SpeculationCounts
-from verl_war.integration.vllm.speculation_text import DraftStore, LiveRequest, TrajectoryTexts
+from verl_war.integration.vllm.speculation_step import KvRoom, StepInput
+from verl_war.integration.vllm.speculation_text import DraftStore, LiveRequest, TrajectoryTexts, TurnEnds
 
 CLASS_MATCHES = (1, 3, 5, 9, 17, 33)
 """Smallest match length of each class of drafts: half as many as the index keeps, so that each sees enough drafts."""
@@ -42,42 +42,6 @@ ACCEPTANCE_EVERY_STEPS = 64
 """Steps looked at between two hand-overs of the measured acceptance to the index, 20 us each."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvRoom:
-    """KV cache of the engine.
-
-    Attributes:
-        capacity_tokens: All of it.
-        block_tokens: One block.
-        free_tokens: Gives what no running request holds; counts blocks, and is asked only when it may be short.
-    """
-
-    capacity_tokens: int
-    block_tokens: int
-    free_tokens: Callable[[], int]
-
-
-@dataclass(slots=True, kw_only=True)
-class StepInput:
-    """What one engine step left behind, as views of the model runner's state.
-
-    Attributes:
-        req_ids: Requests in the batch, by row.
-        num_tokens: int32[rows], tokens of each context, the newly sampled ones included.
-        sampled: New tokens of each row; empty for a prompt that is not read to its end.
-        verified_tokens: Gives the number of draft tokens that the step verified for a row.
-        describe: Gives the request of a row that is new in the batch; None when it can't draft.
-        kv: Where drafts have to find room.
-    """
-
-    req_ids: Sequence[str]
-    num_tokens: npt.NDArray[np.int32]
-    sampled: Sequence[Sequence[int]]
-    verified_tokens: Callable[[int], int]
-    describe: Callable[[int], LiveRequest | None]
-    kv: KvRoom
-
-
 class Speculation:
     """Drafts of one worker. Any exception out of `step` leaves it unusable until `reset`."""
 
@@ -98,6 +62,7 @@ class Speculation:
         self._req_ids: list[str] = []
         self._rows: list[LiveRequest | None] = []
         self._live: dict[str, LiveRequest] = {}
+        self._ends = TurnEnds()
         self._limit_tokens = np.zeros(0, dtype=np.int64)
         self._free_tokens = np.zeros(0, dtype=np.int64)
         self._pending: dict[str, tuple[int, int]] = {}
@@ -132,8 +97,9 @@ class Speculation:
             rewards: What trajectories of the step before were worth, by name, as far as it is known.
         """
         self.planner.on_weights_updated()
-        for request in self._live.values():  # who has finished meanwhile is not known before the next step
+        for req_id, request in self._live.items():  # who has finished meanwhile is not known before the next step
             self.texts.leave(request)
+            self._ends.leave(req_id, request)
         self._live, self._req_ids, self._pending, self._steady = {}, [], {}, False
         self.texts.work_off(float("inf"), self._clock)
         self.texts.finish_idle()
@@ -234,7 +200,9 @@ class Speculation:
         gone = [req_id for req_id in before if req_id not in present]
         for req_id in gone:
             self.texts.leave(before[req_id])
-            self.planner.turn_lengths.observe(len(before[req_id].outputs))
+            self._ends.leave(req_id, before[req_id])
+        for tokens in self._ends.settle(present, step.is_alive):
+            self.planner.turn_lengths.observe(tokens)
         self._busy = len(gone) < len(before)  # otherwise the engine may have waited for requests meanwhile
         for row, req_id in enumerate(self._req_ids):
             request = before.get(req_id)

@@ -17,8 +17,9 @@ from verl_war.core.history_config import HISTORY_KEY, SHARE_BYTES_PER_S, History
 from verl_war.core.speculation_limits import SPECULATION_KEY, SpeculationLimits, change_limits
 from verl_war.core.step_time import StepTime
 from verl_war.history.store import HistoryStore
-from verl_war.integration.vllm.speculation import KvRoom, Speculation, StepInput
+from verl_war.integration.vllm.speculation import Speculation
 from verl_war.integration.vllm.speculation_exchange import HistoryExchange
+from verl_war.integration.vllm.speculation_step import KvRoom, StepInput
 from verl_war.integration.vllm.speculation_text import LiveRequest, describe
 
 logger = logging.getLogger(__name__)
@@ -149,6 +150,7 @@ class Drafter:
             sampled=sampled,
             verified_tokens=lambda row: len(batch.spec_token_ids[row]),
             describe=lambda row: self._describe(batch, row),
+            is_alive=self._runner.requests.__contains__,
             kv=self._kv_room(batch, len(sampled)),
         )
 

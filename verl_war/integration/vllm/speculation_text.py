@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -123,6 +123,33 @@ def describe(req_id: str, extra_args: Mapping[str, Any] | None) -> tuple[str, in
     name = told.get("trajectory")
     group = told.get("group")
     return str(name) if name else f"request:{req_id}", stable_id(str(group)) if group else NO_GROUP, step
+
+
+class TurnEnds:
+    """Tells requests that ended from those that left the batch to come back, preempted."""
+
+    def __init__(self) -> None:
+        self._left: dict[str, LiveRequest] = {}
+
+    def leave(self, req_id: str, request: LiveRequest) -> None:
+        """A request is not in the batch any more, or may not be when the engine next computes."""
+        self._left[req_id] = request
+
+    def settle(self, present: Container[str], is_alive: Callable[[str], bool]) -> list[int]:
+        """Generated tokens of those that have ended since the last call.
+
+        Args:
+            present: Requests in the batch.
+            is_alive: Whether the engine still has a request.
+        """
+        ended = []
+        for req_id, request in list(self._left.items()):
+            if req_id in present:
+                del self._left[req_id]
+            elif not is_alive(req_id):
+                del self._left[req_id]
+                ended.append(request.num_tokens - len(request.prompt))
+        return ended
 
 
 class TrajectoryTexts:

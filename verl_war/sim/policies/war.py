@@ -31,7 +31,9 @@ THRESHOLD_REQUESTS = 16
 THRESHOLD: dict[str, Any] = {"speculation": {**ALWAYS, "max_batch": THRESHOLD_REQUESTS}}
 ALWAYS_LOADED: dict[str, Any] = {"regime": {"enter_kv_share": 0.0, "leave_kv_share": 0.0}}
 
-FIXED: dict[str, Any] = SCHEDULING | ALWAYS_LOADED | {"guard": {"enabled": False}}
+HOLDING: dict[str, Any] = {"admission": {"enabled": True, "wait_for_thrash": False}}
+
+FIXED: dict[str, Any] = SCHEDULING | ALWAYS_LOADED | HOLDING | {"guard": {"enabled": False}}
 """Placement and admission in force at any load."""
 
 FIXED_LENGTHS = (2, 4, 8, 16)
@@ -56,7 +58,7 @@ def threshold_manager(context: PolicyContext) -> Policy:
     The paper switches while the step runs. Here the step's beginning decides, as its tail has nothing to hold.
     """
     is_loaded = len(context.trajectories) > THRESHOLD_REQUESTS * context.replicas
-    return workload_manager(context, SCHEDULING | ALWAYS_LOADED if is_loaded else STOCK)
+    return workload_manager(context, SCHEDULING | ALWAYS_LOADED | HOLDING if is_loaded else STOCK)
 
 
 def planned_drafts(
