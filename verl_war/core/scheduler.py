@@ -190,8 +190,8 @@ class Scheduler:
         changed = self.trust.decide(replica, was_limited, len(self.queue) > 0, self.placement.model, now_s)
         if changed is not None and not was_limited:
             logger.warning(
-                "replica %s: admission unlimited -> limited (contexts of %d tokens make its engine lose cache of %d)",
-                *(replica.replica_id, replica.working_set_tokens, replica.capacity_tokens),
+                "replica %s: admission unlimited -> limited (its engine lost cache that was needed again)",
+                replica.replica_id,
             )
         if changed is not None:
             self._fleet.freed += 1
