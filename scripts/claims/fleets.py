@@ -35,6 +35,13 @@ def _spread(row: Any) -> str:
 
 
 @claim
+def made_with(folder: str) -> str:
+    """Commit of the code that made a study; those made before that was recorded are older than all others."""
+    version = read(f"{folder}/simulate.json")["versions"]["verl_war"]
+    return version.partition(" ")[2] or "not recorded"
+
+
+@claim
 def fleets() -> str:
     """Scheduling alone, by workload and load."""
     rows = []
@@ -43,9 +50,10 @@ def fleets() -> str:
         for load in loads:
             peer = f"{summary[load, 'thunderagent_like']['ratio_mean']:.2f}"
             peak = f"{summary[load, 'stock']['kv_demand_peak']:.2f}"
-            name = f"`{folder}`" if load == loads[0] else ""
-            rows.append([workload.format(load), peak, _spread(summary[load, "war"]), peer, name])
+            name, code = (f"`{folder}`", made_with(folder)) if load == loads[0] else ("", "")
+            rows.append([workload.format(load), peak, _spread(summary[load, "war"]), peer, name, code])
     head = ["workload, trajectories per replica", "peak of contexts over KV", "WAR", "like ThunderAgent", "folder"]
+    head.append("commit")
     return table(head, rows)
 
 

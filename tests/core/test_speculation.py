@@ -9,7 +9,7 @@ import time
 import pytest
 
 from verl_war.core.acceptance import PROB_LEVELS, AcceptanceTable
-from verl_war.core.draft_budget import Budget, best_budget, best_length, expected_accepted, kv_limit
+from verl_war.core.draft_budget import best_budget, best_length, expected_accepted, kv_limit
 from verl_war.core.speculation import PLAIN_EVERY_STEPS, DraftPlanner
 from verl_war.core.speculation_limits import SpeculationLimits, change_limits
 from verl_war.core.step_time import DraftCost, StepTime
@@ -216,23 +216,16 @@ def test_who_lasts_long_gets_longer_drafts_and_the_others_no_longer_ones():
     assert subject.allocate(16, 16_000.0, [kind] * 16, [24] * 16, [2] * 15 + [400]) == alike
 
 
-def test_who_lasts_long_is_not_helped_at_the_price_of_the_batch():
-    """Its long draft is worth four times its tokens and takes more time than all drafts save: it gets a short one."""
+@pytest.mark.parametrize(("token_s", "is_longer"), [(0.0002, True), (0.0003, False)])
+def test_who_lasts_long_is_not_helped_at_the_price_of_the_batch(token_s, is_longer):
+    """Its tokens are worth four times as much, but the batch must keep half of what drafts gain it."""
     subject, kind = used_to_short_turns(accept=0.9, found=24)
-    subject.step_time.cost = lambda rows, kv: cost(plain_s=0.002, any_draft_s=0.00002, token_s=0.0011)
+    subject.step_time.cost = lambda rows, kv: cost(plain_s=0.002, any_draft_s=0.00002, token_s=token_s)
     subject.acceptance.rates = lambda kind: (0.95, 0.93)
-    generated, rows = [2] * 2 + [400], 3
-    subject.turn_lengths.weights = lambda generated: [1.0, 1.0, 1.0]
-    alike = subject.allocate(rows, 0.0, [-1, -1, kind], [0, 0, 24], generated)
     subject.turn_lengths.weights = lambda generated: [1.0, 1.0, 4.0]
-    longer = subject._longer(
-        rows, subject.step_time.cost(rows, 0.0), Budget(lengths={kind: alike[2]}, price=1700.0), [-1, -1, kind], alike,
-        [0, 0, 24], {kind: (0.95, 0.93)}, generated,
-    )  # fmt: skip
-    assert longer[2] > alike[2] and not subject._pays(
-        rows, subject.step_time.cost(rows, 0.0), [-1, -1, kind], longer, {kind: (0.95, 0.93)}
-    )
-    assert subject.allocate(rows, 0.0, [-1, -1, kind], [0, 0, 24], generated) == alike
+    arguments = (3, 0.0, [-1, -1, kind], [0, 0, 24])
+    alike, weighed = subject.allocate(*arguments), subject.allocate(*arguments, [2, 2, 400])
+    assert 0 < alike[2] < 24 and (weighed[2] > alike[2]) == is_longer
 
 
 @pytest.mark.parametrize("mode", ["always", "off"])

@@ -31,7 +31,7 @@ OVERFILL_WORTH = 0.25
 the engine's queue."""
 
 CALM_TIME = 0.004
-"""Below this share, and with conversations held, the replica may be filled further."""
+"""Below this share, and half of what overfilling is worth, the replica may be filled further if any are held."""
 
 THRASH_MIN_FILL = 0.5
 """Share of the trusted capacity that the working set must fill before lost cache is taken for thrash."""
@@ -164,14 +164,20 @@ class TrustController:
         self._believed_tokens += believed_tokens
         self._lost_tokens += lost_tokens
 
-    def on_reading(self, replica: Replica, busy_s: float, preemptions: int) -> None:
-        """The engine worked for so many seconds since the last reading, and preempted so many requests."""
+    def on_reading(self, replica: Replica, busy_s: float | None, preemptions: int) -> None:
+        """The engine worked for so many seconds since the last reading, and preempted so many requests.
+
+        None where there is no telling, as after a restart: then what its turns lost cannot be priced.
+        """
         evidence = self._of(replica)
+        if busy_s is None:
+            self._evidence[replica.replica_id] = _Evidence(changed_s=evidence.changed_s)
+            return
         evidence.busy_s += busy_s
         evidence.preemptions += preemptions
 
     def decide(
-        self, replica: Replica, is_limited: bool, is_full: bool, model: StepTime, now_s: float
+        self, replica: Replica, is_admitting: bool, is_limited: bool, is_full: bool, model: StepTime, now_s: float
     ) -> tuple[float, float] | None:
         """Change the trusted share if there is evidence.
 
@@ -181,6 +187,8 @@ class TrustController:
 
         Args:
             replica: Whose share.
+            is_admitting: Whether admission is in force. While it is not, a loss says nothing of the share, only that
+                the replica thrashes.
             is_limited: Whether conversations are held for want of room on it.
             is_full: Whether any are held now.
             model: Of its engine's time.
@@ -203,10 +211,12 @@ class TrustController:
         low, high = TRUSTED_SHARE_BOUNDS
         # What a replica loses while it is far from full, it did not lose to its working set.
         if lost_time > tolerated and fill >= THRASH_MIN_FILL * old:
-            # The share falls from what is resident, not from a ceiling that was never reached.
-            new = max(low, min(old, fill) * (1 - min(LARGEST_DECREASE, evidence.lost_share)))
             replica.has_thrashed = True
-        elif lost_time < CALM_TIME and is_limited and is_full:
+            if is_admitting:
+                # From what is resident, not from a ceiling that was never reached; the first time from the capacity,
+                # over which the share climbs as far as that pays.
+                new = max(low, min(old, fill) * (1 - min(LARGEST_DECREASE, evidence.lost_share)))
+        elif lost_time < CALM_TIME + (tolerated - THRASH_TIME) / 2 and is_admitting and is_limited and is_full:
             new = min(high, old + INCREASE)
         self._evidence[replica.replica_id] = _Evidence(changed_s=now_s if new < old else evidence.changed_s)
         if new == old:

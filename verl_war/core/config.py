@@ -83,7 +83,8 @@ class AdmissionConfig:
 
     Attributes:
         enabled: The switch.
-        wait_for_thrash: Whether nothing is held for a replica until its engine was seen to lose cache to its load.
+        wait_for_thrash: Whether nothing is held for a replica whose readings come until these show that its engine
+            loses cache to its load.
         admit_fraction: Conversations are admitted while a replica's working set stays under this share of its
             trusted capacity.
         pause_fraction: Above this share, conversations that are between turns are paused.

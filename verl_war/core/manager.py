@@ -206,7 +206,7 @@ class WorkloadManager:
             self._fleet.on_pace(replica)
         if self._scheduler is not None:
             self._scheduler.placement.model = self._step_time.value()
-            busy_s = window.busy_s if window is not None and window.is_telling else 0.0
+            busy_s = window.busy_s if window is not None and window.is_telling else None
             self._scheduler.trust.on_reading(replica, busy_s, max(0, preempted))
             self._scheduler.control(replica, now_s)
         return self._drain(now_s)

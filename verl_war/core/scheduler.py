@@ -186,9 +186,12 @@ class Scheduler:
 
     def control(self, replica: Replica, now_s: float) -> None:
         """Let the controller look at a replica's evidence."""
-        was_limited = self._is_limited(replica)
-        changed = self.trust.decide(replica, was_limited, len(self.queue) > 0, self.placement.model, now_s)
-        if changed is not None and not was_limited:
+        is_admitting, was_limited = self._is_admitting, self._is_limited(replica)
+        changed = self.trust.decide(
+            replica, is_admitting, was_limited, len(self.queue) > 0, self.placement.model, now_s
+        )
+        if self._config.admission.enabled and replica.has_thrashed and not was_limited:
+            self._fleet.freed += 1
             logger.warning(
                 "replica %s: admission unlimited -> limited (its engine lost cache that was needed again)",
                 replica.replica_id,
@@ -234,7 +237,7 @@ class Scheduler:
     def _relieve(self, home: Replica, conversation: Conversation, now_s: float) -> bool:
         """Pause conversations between turns while the working set is over the limit; True if this one is among them."""
         limit = self._config.admission.pause_fraction * home.trusted_tokens
-        if home.working_set_tokens <= limit or not self._is_limited(home):
+        if home.working_set_tokens <= limit or not (self._is_limited(home) and not home.is_stale):
             return False
         for victim in pause_order(home):
             if len(home.admitted) <= 1 or home.working_set_tokens <= limit:

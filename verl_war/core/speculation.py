@@ -24,7 +24,8 @@ PLAIN_EVERY_STEPS = 128
 of 2x this gives up 0.4%."""
 
 KEEP_GAIN_SHARE = 0.5
-"""A regime that drafts stands still while the gain is below this share of `min_gain`, which was needed to enter it."""
+"""A regime that drafts stands still while the gain is below this share of `min_gain`, which was needed to enter it.
+Longer drafts of few rows leave as much of the gain of all."""
 
 AGE_ON_WEIGHTS = 0.5
 """Part of the acceptance counts that survives a weight update: the new policy resembles the old one."""
@@ -161,10 +162,10 @@ class DraftPlanner:
             return chosen
         self._is_for_gain = True
         longer = self._longer(rows, cost, budget, kinds, chosen, lengths, rates, generated)
-        for candidate in (longer, chosen):
-            if any(candidate) and self._pays(rows, cost, kinds, candidate, rates):
-                return candidate
-        return [0] * len(lengths)
+        gain = self._gain(rows, cost, kinds, chosen, rates)
+        if longer is not chosen and self._gain(rows, cost, kinds, longer, rates) > max(0.0, KEEP_GAIN_SHARE * gain):
+            return longer
+        return chosen if gain > 0.0 else [0] * len(lengths)
 
     def _longer(
         self,
@@ -288,19 +289,19 @@ class DraftPlanner:
         self._probe_at_s = now_s + max(self.limits.probe_interval_s, extra_s / self.limits.probe_share)
         return limit if self._expected(_cheaper(cost), rows, limit).gain >= self.limits.min_gain else 0
 
-    def _pays(
+    def _gain(
         self,
         rows: int,
         cost: DraftCost,
         kinds: Sequence[int],
         chosen: Sequence[int],
         rates: dict[int, tuple[float, float]],
-    ) -> bool:
-        """Whether drafts of these very lengths are faster than none; those found may be shorter than was wished."""
+    ) -> float:
+        """Gain in tokens per second of drafts of these very lengths; those found may be shorter than was wished."""
         by_length = Counter(zip(kinds, chosen, strict=True))
         accepted = sum(n * expected_accepted(*rates[kind], length) for (kind, length), n in by_length.items() if length)
         seconds = cost.plain_s + cost.extra_s(len(chosen) - chosen.count(0), sum(chosen))
-        return (rows + accepted) * cost.plain_s > rows * seconds
+        return (rows + accepted) * cost.plain_s / (rows * seconds) - 1.0
 
 
 def _cheaper(cost: DraftCost) -> DraftCost:

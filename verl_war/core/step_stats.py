@@ -57,8 +57,14 @@ METRICS: dict[str, tuple[str, str]] = {
     "war/decisive_{term}": ("0..1", "share of priced decisions that would be another without this term of the price"),
     "war/degenerate_terms": ("count", "terms of the price that decided nothing although many decisions were priced"),
     "war/replica/{i}/working_set_peak": ("ratio", "largest working set over the KV capacity"),
-    "war/replica/{i}/trusted_share": ("ratio", "share of its KV capacity that admission fills once it has thrashed"),
-    "war/replica/{i}/thrashed": ("0..1", "1 once its engine was seen to lose cache to its load: admission limits it"),
+    "war/replica/{i}/trusted_share": (
+        "ratio",
+        "share of its KV capacity that admission fills where it limits the replica",
+    ),
+    "war/replica/{i}/thrashed": (
+        "0..1",
+        "1 once its engine was seen to lose cache to its load, from when on admission limits it",
+    ),
     "war/replica/{i}/slowness": ("ratio", "measured over modelled seconds of its engine iterations"),
     "war/replica/{i}/live_trajectories_peak": (
         "count",

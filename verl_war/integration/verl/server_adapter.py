@@ -167,6 +167,7 @@ class WarServerAdapter(ServerAdapter):  # type: ignore[misc]
 
     async def _is_lost(self) -> bool:
         """Whether the replica's server or engine is gone or hangs. Every rank of a replica finds the same."""
+        server = None
         try:
             # Of the replica's first node: only there is an engine that answers.
             server = ray.get_actor(f"{self._get_server_name_prefix()}server_{self.replica_rank}_0")
