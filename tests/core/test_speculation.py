@@ -198,7 +198,7 @@ def test_the_next_step_is_asked_for_only_while_drafts_pay():
 
 def used_to_short_turns(rows=16, **run):
     """A planner that drafts, and that has seen turns of ten tokens end."""
-    subject = planner()
+    subject = planner(favour_long_turns=True)
     run_steps(subject, rows, 1200, **run)
     for _ in range(50):
         subject.turn_lengths.observe(10)

@@ -162,7 +162,7 @@ def test_arms_are_what_they_say():
         ("war_no_siblings", {"speculation"}),
         ("war_no_history", {"speculation"}),
         ("war_no_budget", {"speculation"}),
-        ("war_no_tail_mode", {"speculation"}),
+        ("war_tail_mode", {"speculation"}),
         ("war_no_admission", {"admission"}),
         ("war_no_moves", {"scheduling"}),
         ("war_no_scheduling", {"scheduling", "admission"}),
@@ -181,6 +181,6 @@ def test_parts_of_drafting_are_switched_where_the_engines_look():
     assert sources == {"war_no_siblings": ("own", "earlier_steps", "global"), "war_no_history": ("own", "siblings")}
     assert not ARMS["war_no_history"].knows_earlier_step
     assert ARMS["war_no_budget"].config.speculation.mode == "always"
-    assert not ARMS["war_no_tail_mode"].config.speculation.favour_long_turns
+    assert ARMS["war_tail_mode"].config.speculation.favour_long_turns
     paper = ARMS["paper_like"].config.speculation
     assert (paper.mode, paper.max_batch, paper.share_peers) == ("always", 16, 0)

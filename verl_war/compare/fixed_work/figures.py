@@ -19,7 +19,13 @@ MAX_GANTT_ARMS = 6
 WAR_COLOUR = RED
 
 
-PALETTE = (*(colour for colour in CURVES if colour not in (GRAY, WAR_COLOUR)), "#c46aa4", "#5c7f1d", "#4b5a99")
+PALETTE = (
+    *(colour for colour in CURVES if colour not in (GRAY, WAR_COLOUR)),
+    "#c46aa4",
+    "#5c7f1d",
+    "#4b5a99",
+    "#6b3a2a",
+)
 """Of the arms beside base and WAR in one panel."""
 
 
