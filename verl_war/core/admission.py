@@ -203,8 +203,7 @@ class TrustController:
         fill, requests = evidence.fill / evidence.turns, evidence.requests / evidence.turns
         lost_time = evidence.lost_time(model.token_s * replica.pace.slowness)
         worth = OVERFILL_WORTH * model.base_share(requests, replica.capacity_tokens)
-        # Once limited, a replica is filled as far as it loses nothing: 1.91 over stock against 1.72 where it may be
-        # overfilled then, too (simulated, 8B, 128 on 8, replicas that report 0.6 of their KV).
+        # Once limited, a replica is filled as far as it loses nothing.
         tolerated = THRASH_TIME + (0.0 if is_limited else worth * math.log(max(1.0, fill)))
         is_plain = not is_limited and lost_time > PLAIN_FACTOR * tolerated
         if evidence.turns < EVIDENCE_TURNS and not is_plain:
