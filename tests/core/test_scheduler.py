@@ -301,6 +301,22 @@ def test_a_replica_may_be_overfilled_as_far_as_that_pays():
         assert manager.report()["war/replica/0/thrashed"] == is_too_much
 
 
+def test_outside_of_admission_a_loss_only_marks_the_replica():
+    manager = manager_of(["a"], enabled=False)
+    turns_of(manager, 3 * EVIDENCE_TURNS, 0.5, 1.0)
+    report = manager.report()
+    assert report["war/replica/0/thrashed"] == 1.0 and report["war/replica/0/trusted_share"] == 1.0
+
+
+def test_a_late_reading_holds_who_comes_and_pauses_nobody():
+    manager = manager_of(["a"], wait_for_thrash=True)
+    placed = [manager.on_turn(turn(f"s{number}", 6_000), 0.5)[0] for number in range(4)]
+    end(manager, placed[0], 1.0, cached=6_000)
+    manager.on_snapshot_missing("a", 10.0)
+    assert names(manager.on_turn(turn("s0", 6_000), 11.0)) == ["s0"], "it goes on"
+    assert manager.on_turn(turn("new", 6_000), 12.0) == [], "nobody would see it thrash"
+
+
 def test_preemptions_lose_all_that_their_requests_had():
     manager = manager_of(["a"])
     turns_of(manager, 1 + EVIDENCE_TURNS // 2, 1.0, 1.0)
