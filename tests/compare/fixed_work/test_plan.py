@@ -151,7 +151,7 @@ def test_arms_are_what_they_say():
         assert not arm.policy or arm.policy in POLICIES
         assert not arm.config.speculation.enabled or arm.engine == "war"
         assert not arm.part or arm.engine == "war"
-    assert [arm.name for arm in ARMS.values() if arm.settings is None] == ["stock", "stock_priority", "vllm_suffix"]
+    assert {arm.name for arm in ARMS.values() if arm.settings is None} == STOCK_ROUTERS
     assert ARMS["stock"].engine == "plain"
 
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from verl_war.core.config import WarConfig, parse_war_config
 
-EngineKind = Literal["plain", "priority", "suffix", "war"]
-"""What an engine was started with: nothing special, vLLM's scheduling by priority, its suffix decoding, WAR's drafts.
-None of these can be changed while it runs, so arms of different kinds have engines of their own."""
+EngineKind = Literal["plain", "sync", "priority", "suffix", "war"]
+"""What an engine was started with: nothing special, without asynchronous scheduling (as vLLM does with every suffix
+drafter), scheduling by priority, vLLM's suffix decoding, WAR's drafts. None of these can be changed while it runs, so arms of different kinds have engines of their own."""
 
 SPECULATION: dict[str, Any] = {"speculation": {"enabled": True}}
 SCHEDULING: dict[str, Any] = {"scheduling": {"enabled": True}}
@@ -73,6 +73,7 @@ def _sources(*names: str, **changes: Any) -> dict[str, Any]:
 _ARMS = (
     Arm(name="stock", summary="stock verl: its own router and client, plain engines"),
     Arm(name="stock_priority", summary="stock verl with engine priority, by position in the batch", engine="priority"),
+    Arm(name="stock_sync", summary="stock verl without vLLM's asynchronous scheduling", engine="sync"),
     _peer("margin", "verl pull request 7435: leave home when it has over 2 more in flight"),
     _peer("smg_cache_aware", "SGLang model gateway: longest prefix unless imbalanced"),
     _peer("kvcaware_like", "uni-agent: home until its KV is full, then most KV left"),

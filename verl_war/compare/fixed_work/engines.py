@@ -63,6 +63,8 @@ class EngineSpec:
             "num_gpu_blocks_override": self.kv_tokens // BLOCK_TOKENS + 1,
             "worker_extension_cls": "verl_war.compare.fixed_work.engine_worker.ReplayWorkerExtension",
         }
+        if self.kind == "sync":
+            arguments["async_scheduling"] = False
         if self.kind == "priority":
             arguments["scheduling_policy"] = "priority"
         if self.kind in ("war", "suffix"):
