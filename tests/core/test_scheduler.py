@@ -277,7 +277,20 @@ def test_nothing_is_held_before_the_loss_of_cache_takes_time(engine_s, holds):
     turns_of(manager, 2, 0.5, 301.0, engine_s)
     assert (manager.on_turn(turn("last", 2_000), 400.0) == []) == holds
     share = manager.report()["war/replica/0/trusted_share"]
-    assert share == (0.75 if holds else 1.0)
+    assert share == pytest.approx(3.1 * 0.5 if holds else 1.0, rel=0.02), "half of what is resident was kept"
+
+
+def test_who_one_replica_turns_away_does_not_overfill_the_others():
+    manager = manager_of(["a"], wait_for_thrash=True)
+    turns_of(manager, 1 + PLAIN_TURNS, 0.5, 1.0)
+    assert manager.report()["war/replica/0/thrashed"]
+    manager.on_replica_up("b", 50.0)
+    manager.on_snapshot("b", reading(CAPACITY), 50.0)
+    placed = [manager.on_turn(turn(f"n{number}", 4_000), 51.0) for number in range(8)]
+    assert [start[0].replica_id for start in placed if start] == ["b", "b"], "as many as fit on it"
+    (start,) = placed[0]
+    end(manager, start, 52.0, cached=0)
+    assert names(manager.on_turn(turn("n0", 9_000), 53.0)) == ["n0"], "who is there may grow: it has lost nothing"
 
 
 def test_a_plain_loss_is_seen_after_few_turns_once():

@@ -37,7 +37,8 @@ THRASH_MIN_FILL = 0.5
 """Share of the trusted capacity that the working set must fill before lost cache is taken for thrash."""
 
 LARGEST_DECREASE = 0.25
-"""The trusted share falls by the share of the cache that was lost, at most by this much at once."""
+"""The trusted share falls by the share of the cache that was lost, at most by this much at once (the first time, when
+it begins at what is resident, by all of it, but not under the capacity less this much)."""
 
 INCREASE = 0.03
 """Added to the trusted share after a calm look. Small against a decrease: thrash costs more than a gap."""
@@ -190,7 +191,7 @@ class TrustController:
             is_admitting: Whether admission is in force. While it is not, a loss says nothing of the share, only that
                 the replica thrashes.
             is_limited: Whether conversations are held for want of room on it.
-            is_full: Whether any are held now.
+            is_full: Whether any are held now that could not come to it.
             model: Of its engine's time.
             now_s: Time of the caller.
 
@@ -212,11 +213,15 @@ class TrustController:
         low, high = TRUSTED_SHARE_BOUNDS
         # What a replica loses while it is far from full, it did not lose to its working set.
         if lost_time > tolerated and fill >= THRASH_MIN_FILL * old:
-            replica.has_thrashed = True
             if is_admitting:
-                # From what is resident, not from a ceiling that was never reached; the first time from the capacity.
-                new = max(low, min(old, fill) * (1 - min(LARGEST_DECREASE, evidence.lost_share)))
-        elif lost_time < CALM_TIME and is_admitting and is_limited and is_full:
+                # From what is resident: a ceiling that was never reached says nothing, and before the first loss there
+                # is none, so that several times the capacity may be.
+                new = min(old, fill) * (1 - min(LARGEST_DECREASE, evidence.lost_share))
+                if not is_limited:
+                    new = max(new, fill * (1 - evidence.lost_share))
+                new = min(high, max(low, new))
+            replica.has_thrashed = True
+        elif lost_time < CALM_TIME and is_admitting and is_full:
             new = min(high, old + INCREASE)
         self._evidence[replica.replica_id] = _Evidence(changed_s=now_s if new < old else evidence.changed_s)
         if new == old:

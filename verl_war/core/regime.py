@@ -109,8 +109,9 @@ class FleetLoad:
         needed = trusted = fullest = 0.0
         for replica in self._fleet.pool():
             needed += replica.working_set_tokens
-            trusted += replica.trusted_tokens  # infinite before its engine has reported
-            fullest = max(fullest, replica.working_set_tokens / replica.trusted_tokens)
+            tokens = min(replica.trusted_tokens, replica.capacity_tokens or math.inf)
+            trusted += tokens
+            fullest = max(fullest, replica.working_set_tokens / tokens)
         if not trusted:
             return 0.0, 0.0, 0.0
         expected = (len(self._fleet.conversations) + self._unbegun) * self._mean_context_tokens

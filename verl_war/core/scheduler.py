@@ -77,6 +77,7 @@ class Scheduler:
         self._prompt_tokens: dict[str, int] = {}
         self._common_blocks: tuple[int, ...] | None = None
         self._full_since: int | None = None
+        self._has_thrashed = False
 
     @property
     def is_in_force(self) -> bool:
@@ -187,11 +188,11 @@ class Scheduler:
     def control(self, replica: Replica, now_s: float) -> None:
         """Let the controller look at a replica's evidence."""
         is_admitting, was_limited = self._is_admitting, self._is_limited(replica)
-        changed = self.trust.decide(
-            replica, is_admitting, was_limited, len(self.queue) > 0, self.placement.model, now_s
-        )
+        is_full = len(self.queue) > 0 and self._limits_newcomers(replica)
+        changed = self.trust.decide(replica, is_admitting, was_limited, is_full, self.placement.model, now_s)
         if self._config.admission.enabled and replica.has_thrashed and not was_limited:
             self._fleet.freed += 1
+            self._has_thrashed = True
             logger.warning(
                 "replica %s: admission unlimited -> limited (its engine lost cache that was needed again)",
                 replica.replica_id,
@@ -257,9 +258,17 @@ class Scheduler:
         # Without readings nobody would see it thrash.
         return replica.has_thrashed or replica.is_stale or not self._config.admission.wait_for_thrash
 
+    def _limits_newcomers(self, replica: Replica) -> bool:
+        """Whether conversations that are not on the replica may come to it only as far as they fit.
+
+        One that thrashes is enough: the others would be filled with all that it turns away, and a slow one, which
+        takes longest to show that it thrashes, most of all (simulated, one of 8 at half speed: filled to 1.7).
+        """
+        return self._has_thrashed or self._is_limited(replica)
+
     def _has_room(self, replica: Replica, turn: Turn, conversation: Conversation) -> bool:
         """Whether the conversation fits in the replica's working set, or has it to itself."""
-        if not self._is_admitting or not replica.admitted or not self._is_limited(replica):
+        if not self._is_admitting or not replica.admitted or not self._limits_newcomers(replica):
             return True
         need_tokens = conversation.need_tokens
         if turn.group_id and turn.group_id not in replica.group_prompts:

@@ -10,8 +10,9 @@ from typing import Any, Literal
 from verl_war.core.config import WarConfig, parse_war_config
 
 EngineKind = Literal["plain", "sync", "priority", "suffix", "war"]
-"""What an engine was started with: nothing special, without asynchronous scheduling (as vLLM does with every suffix
-drafter), scheduling by priority, vLLM's suffix decoding, WAR's drafts. None of these can be changed while it runs, so arms of different kinds have engines of their own."""
+"""What an engine was started with: nothing special, without asynchronous scheduling (as vLLM runs every drafter that
+knows suffixes), its scheduling by priority, its suffix decoding, WAR's drafts. None of these can be changed while it
+runs, so arms of different kinds have engines of their own."""
 
 SPECULATION: dict[str, Any] = {"speculation": {"enabled": True}}
 SCHEDULING: dict[str, Any] = {"scheduling": {"enabled": True}}
