@@ -255,7 +255,7 @@ def turns_of(manager, rounds, cached_share, begin_s, engine_s=0.5, capacity=10_0
 
 def test_lost_cache_lowers_the_trusted_share_and_calm_raises_it_while_somebody_waits():
     manager = manager_of(["a"])
-    turns_of(manager, 1 + EVIDENCE_TURNS, 0.5, 1.0)
+    turns_of(manager, 1 + PLAIN_TURNS, 0.5, 1.0)
     lowered = manager.report()["war/replica/0/trusted_share"]
     assert lowered == pytest.approx(0.7 * 0.75)
     turns_of(manager, 2 * EVIDENCE_TURNS, 1.0, 100.0)
@@ -293,15 +293,17 @@ def test_who_one_replica_turns_away_does_not_overfill_the_others():
     assert names(manager.on_turn(turn("n0", 9_000), 53.0)) == ["n0"], "who is there may grow: it has lost nothing"
 
 
-def test_a_plain_loss_is_seen_after_few_turns_once():
+def test_a_plain_loss_is_seen_after_few_turns_and_a_small_one_after_many():
     manager = manager_of(["a"], wait_for_thrash=True)
     turns_of(manager, PLAIN_TURNS, 0.5, 1.0)
     assert manager.report()["war/replica/0/trusted_share"] == 1.0, "the first turn had nothing to find"
     turns_of(manager, 1, 0.5, 50.0)
     seen = manager.report()["war/replica/0/trusted_share"]
     assert seen == pytest.approx(0.7 * 0.75)
-    turns_of(manager, EVIDENCE_TURNS - 1, 0.5, 60.0)
+    turns_of(manager, EVIDENCE_TURNS - 1, 0.95, 60.0)
     assert manager.report()["war/replica/0/trusted_share"] == seen
+    turns_of(manager, 1, 0.95, 150.0)
+    assert manager.report()["war/replica/0/trusted_share"] < seen
 
 
 def test_a_replica_may_be_overfilled_as_far_as_that_pays():

@@ -54,6 +54,12 @@ class Victim:
         """Pids of the engines that exist, stopped ones among them."""
         return sorted(p.pid for p in processes.marked_processes(self.run_id) if "EngineCore" in command_line(p))
 
+    def actors(self, kind):
+        """Pids of the Ray actors of a class."""
+        return sorted(
+            p.pid for p in processes.marked_processes(self.run_id) if command_line(p).startswith(f"ray::{kind}")
+        )
+
     def slow_down(self, pid, until):
         """Let an engine and its workers run for a quarter of the time until a condition holds."""
         engine = psutil.Process(pid)

@@ -39,17 +39,17 @@ def index_of_lost(journal):
     return [names.index(record["replica_id"]) for record in downs]
 
 
-def check_trained(run, trajectories):
+def check_trained(steps):
     """Nothing was given up, and the replicas that remained had the weights."""
-    for step in run.steps:
-        assert step["war/trajectories"] == trajectories and step["war/trajectories_failed"] == 0, (
+    for step in steps:
+        assert step["war/trajectories"] == 16 and step["war/trajectories_failed"] == 0, (
             "turns are asked again elsewhere"
         )
         assert step["war/trajectories_live"] == 0
         assert step["training/rollout_actor_probs_pearson_corr"] > 0.999, "the replicas that remain have the weights"
 
 
-def test_an_engine_that_is_slow_and_then_killed_in_mid_turn(broken):
+def test_an_engine_that_is_slow_and_then_killed_and_a_killed_router(broken):
     def meddle(victim):
         victim.wait_for("step_begin", 2)
         engine = victim.engines()[0]
@@ -58,16 +58,43 @@ def test_an_engine_that_is_slow_and_then_killed_in_mid_turn(broken):
         os.kill(engine, signal.SIGSTOP)  # from here on whatever comes to it stays in flight
         victim.wait_for("turn_end", 3)
         os.kill(engine, signal.SIGKILL)
+        victim.wait_for("turn_end", 5)
+        (router,) = victim.actors("WarRouter")
+        os.kill(router, signal.SIGKILL)
         return engine
 
     # Always: with all trajectories on one replica, whether drafts pay depends on the machine.
-    run, engine, journal = broken(meddle, "trainer.total_training_steps=4", f"{CONTROLS}.speculation.mode=always")
+    run, engine, journal = broken(meddle, "trainer.total_training_steps=6", f"{CONTROLS}.speculation.mode=always")
     assert not psutil.pid_exists(engine)
-    check_trained(run, trajectories=16)
-    assert [step["war/replicas_lost"] for step in run.steps] == [0, 0, 1, 0]
+    check_trained(run.steps[:4] + run.steps[5:])
+    assert [step["war/replicas_lost"] for step in run.steps[:4]] == [0, 0, 1, 0]
     (slow,) = index_of_lost(journal)
     slowness = [[step[f"war/replica/{i}/slowness"] for i in range(2)] for step in run.steps[:2]]
     assert slowness[1][slow] > 1.5 * slowness[1][1 - slow], "seen over the whole step, of which it was slow for most"
     assert run.steps[1]["war/turns_failed"] == 0, "slow is not broken"
     assert run.steps[2]["war/turns_failed"] > 0
     assert run.steps[3]["war/spec/drafted_tokens"] > 0, "the other replica goes on drafting"
+    # The router that was started again knows nothing of what came before it.
+    assert 0 < run.steps[4]["war/trajectories"] <= 16 and run.steps[4]["war/trajectories_failed"] == 0
+    assert journal.with_name(f"{journal.name}.2").exists()
+
+
+def test_an_engine_that_hangs_and_a_server_that_is_killed(broken):
+    def meddle(victim):
+        victim.wait_for("step_begin", 2)
+        engine = victim.engines()[0]
+        os.kill(engine, signal.SIGSTOP)
+        victim.wait_for("replica_down", 2)
+        os.kill(engine, signal.SIGCONT)
+        victim.wait_for("replica_up", 2)
+        victim.wait_for("turn_end", 4)
+        server = victim.actors("WarHttpServer")[0]
+        os.kill(server, signal.SIGKILL)
+        return server
+
+    hang_s = f"{CONTROLS}.failures.replica_hang_s=10"
+    run, server, journal = broken(meddle, "trainer.total_training_steps=5", hang_s)
+    assert not psutil.pid_exists(server)
+    check_trained(run.steps)
+    assert [step["war/replicas_lost"] for step in run.steps] == [0, 0, 0, 1, 0]
+    assert len(index_of_lost(journal)) == 1

@@ -18,7 +18,7 @@ EVIDENCE_TURNS = 64
 
 PLAIN_TURNS = 16
 PLAIN_FACTOR = 4.0
-"""So many turns are enough the first time that a replica thrashes, if the loss is so many times what is tolerated."""
+"""So many turns are enough if the loss is so many times what is tolerated."""
 
 THRASH_TIME = 0.015
 """Share of an engine's time that it may spend on cached tokens that it lost without being called thrashing: partial
@@ -206,8 +206,7 @@ class TrustController:
         worth = OVERFILL_WORTH * model.base_share(requests, replica.capacity_tokens)
         # Once limited, a replica is filled as far as it loses nothing.
         tolerated = THRASH_TIME + (0.0 if is_limited else worth * math.log(max(1.0, fill)))
-        is_plain = not is_limited and lost_time > PLAIN_FACTOR * tolerated
-        if evidence.turns < EVIDENCE_TURNS and not is_plain:
+        if evidence.turns < EVIDENCE_TURNS and lost_time <= PLAIN_FACTOR * tolerated:
             return None
         old = new = replica.trusted_share
         low, high = TRUSTED_SHARE_BOUNDS
