@@ -302,7 +302,7 @@ def test_a_plain_loss_is_seen_after_few_turns_and_a_small_one_after_many():
     assert seen == pytest.approx(0.7 * 0.75)
     turns_of(manager, EVIDENCE_TURNS - 1, 0.95, 60.0)
     assert manager.report()["war/replica/0/trusted_share"] == seen
-    turns_of(manager, 1, 0.95, 150.0)
+    turns_of(manager, 2, 0.95, 150.0)
     assert manager.report()["war/replica/0/trusted_share"] < seen
 
 
