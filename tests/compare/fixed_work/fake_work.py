@@ -38,7 +38,7 @@ def main(text):
         if wanted.get("hang") == arm.name and is_measured:
             (plan.out / "hangs").write_text(str(os.getpid()))
             time.sleep(600)
-        done = Replayed(makespan_s=SECONDS[arm.name] + 0.01 * (step.seed % 10), busy_s={"r0": 1.0, "r1": 1.0})
+        done = Replayed(makespan_s=SECONDS.get(arm.name, 1.0) + 0.01 * (step.seed % 10), busy_s={"r0": 1.0, "r1": 1.0})
         for spec in step.specs:
             for number, turn in enumerate(spec.turns):
                 tokens = turn.output_tokens // 2 if arm.name in wanted.get("short", ()) else turn.output_tokens
