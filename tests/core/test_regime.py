@@ -168,3 +168,35 @@ def test_a_large_fleet_is_looked_at_once_in_so_many_turns():
 def test_bad_settings(settings, message):
     with pytest.raises(ValueError, match=message):
         parse_war_config({"regime": settings})
+
+
+def test_a_fleet_of_uneven_speed_is_loaded_although_there_is_room():
+    manager = manager_of()
+    for step in range(1, 12):
+        for replica_id, slow in (("a", 1), ("b", 4)):
+            fields = dict(engine_steps=10 * step, computed_tokens=80 * step, busy_s=slow * step * 0.3)
+            manager.on_snapshot(replica_id, reading(CAPACITY, **fields), 2.0 * step)
+    manager.on_tick(30.0)
+    assert is_high(manager)
+    placed = [manager.on_turn(turn(f"s{number}", 100), 31.0)[0].replica_id for number in range(20)]
+    assert placed.count("a") > 2 * placed.count("b")
+
+
+@pytest.mark.parametrize("period_s", [1.0, 3.0, 7.0])
+def test_a_load_that_alternates_faster_than_the_dwell_does_not_flap(period_s):
+    manager = manager_of(["a"], dwell_s=10.0)
+    changes_s, was_high, now_s = [], False, 0.0
+    while now_s < 600.0:
+        if int(now_s / period_s) % 2 == 0:
+            started = manager.on_turn(turn(f"s{now_s}", 9_000), now_s)
+        else:
+            started = []
+            manager.on_tick(now_s)
+        if is_high(manager) != was_high:
+            was_high = not was_high
+            changes_s.append(now_s)
+        now_s += period_s
+        for placement in started:
+            end(manager, placement, now_s)
+            manager.on_trajectory_end(placement.trajectory_id, False, now_s)
+    assert changes_s and len(changes_s) < 2 * 600.0 / 160.0 + 12, "the dwell has grown to 160 s"

@@ -332,6 +332,61 @@ def test_a_late_reading_holds_who_comes_and_pauses_nobody():
     assert manager.on_turn(turn("new", 6_000), 12.0) == [], "nobody would see it thrash"
 
 
+def test_a_replica_that_joins_is_not_flooded_before_its_engine_has_told_its_capacity():
+    manager = manager_of(["a"])
+    manager.on_turn(turn("first", 8_000), 0.0)
+    for number in range(20):
+        assert manager.on_turn(turn(f"s{number}", 4_000), 0.0) == []
+    started = manager.on_replica_up("b", 1.0)
+    assert [placement.replica_id for placement in started] == ["b", "b"], "as many as would fit on the other"
+    assert len(manager.on_snapshot("b", reading(4 * CAPACITY), 2.0)) > 2
+
+
+def test_an_engine_that_waits_for_tools_does_not_wipe_what_is_known_of_it():
+    manager = manager_of(["a"])
+    for now_s in range(1, 2 + EVIDENCE_TURNS):
+        (placed,) = manager.on_turn(turn("s1", 7_000), float(now_s))
+        end(manager, placed, now_s + 0.2, cached=3_500)
+        manager.on_snapshot("a", worked(manager, 0.5), now_s + 0.3)
+        manager.on_snapshot("a", worked(manager, 0.0), now_s + 0.6)  # no iteration since
+    assert manager.report()["war/replica/0/trusted_share"] < 1.0
+
+
+def test_after_a_restart_a_lost_cache_is_no_thrash():
+    manager = manager_of(["a"])
+    placed = [manager.on_turn(turn(f"s{number}", 400), 0.0)[0] for number in range(20)]
+    for placement in placed:
+        end(manager, placement, 1.0, cached=0)
+    manager.on_snapshot("a", reading(engine_steps=1_000, computed_tokens=0, busy_s=10.0), 2.0)
+    manager.on_snapshot("a", reading(engine_steps=10, computed_tokens=0, busy_s=0.1), 3.0)  # counts anew
+    for placement in [manager.on_turn(turn(f"s{number}", 500), 4.0)[0] for number in range(20)]:
+        end(manager, placement, 5.0, cached=0)
+    manager.on_snapshot("a", worked(manager, 0.1), 6.0)
+    assert manager.report()["war/replica/0/trusted_share"] == 1.0
+
+
+def test_a_share_far_over_what_is_resident_does_not_hide_thrash():
+    manager = manager_of(["a"])
+    manager._fleet.replicas["a"].trusted_share = 3.9
+    manager.on_turn(turn("other", 8_000), 0.0)
+    turns_of(manager, 1 + PLAIN_TURNS, 0.1, 1.0)
+    assert manager.report()["war/replica/0/trusted_share"] < 1.5
+
+
+def test_what_a_lost_replica_did_does_not_limit_the_others():
+    manager = manager_of(["a"], wait_for_thrash=True)
+    turns_of(manager, 1 + PLAIN_TURNS, 0.5, 1.0)
+    manager.on_replica_up("b", 50.0)
+    manager.on_snapshot("b", reading(CAPACITY), 50.0)
+    manager.on_replica_down("a", 51.0, is_lost=True)
+    assert all(manager.on_turn(turn(f"n{number}", 4_000), 52.0) for number in range(8))
+    manager.on_replica_up("a", 60.0)
+    manager.on_snapshot("a", reading(CAPACITY), 60.0)
+    for number in range(8):
+        manager.on_turn(turn(f"m{number}", 4_000), 61.0)
+    assert manager.held_turns == 7, "it is back, and its trusted share of 0.5 too"
+
+
 def test_preemptions_lose_all_that_their_requests_had():
     manager = manager_of(["a"])
     turns_of(manager, 1 + EVIDENCE_TURNS // 2, 1.0, 1.0)

@@ -179,3 +179,11 @@ def test_ctrl_c_keeps_what_is_complete(tmp_path, monkeypatch, capsys):
     assert report["stopped"] is True
     assert [(run["seed"], run["policy"]) for run in report["runs"]] == [(1, "stock"), (1, "margin")]
     assert "stopped; the results are" in capsys.readouterr().err
+
+
+def test_a_slow_replica_is_spared_although_there_is_room(tmp_path):
+    arguments = ["--replicas", "4", "--load", "8", "--seeds", "1", "--slow", "0:10", "--out", str(tmp_path / "out")]
+    assert main(["simulate", "--policies", "war", *arguments]) == 0
+    summary = json.loads((tmp_path / "out" / "simulate.json").read_text())["summary"]
+    (war,) = (row for row in summary if row["policy"] == "war")
+    assert war["ratio_mean"] > 2.0

@@ -34,11 +34,12 @@ CALM_TIME = 0.004
 """Below this share, and with conversations held, the replica may be filled further."""
 
 THRASH_MIN_FILL = 0.5
-"""Share of the trusted capacity that the working set must fill before lost cache is taken for thrash."""
+"""Share of the capacity, or of what is trusted if that is less, that the working set must fill before lost cache is
+taken for thrash."""
 
 LARGEST_DECREASE = 0.25
-"""The trusted share falls by the share of the cache that was lost, at most by this much at once (the first time, when
-it begins at what is resident, by all of it, but not under the capacity less this much)."""
+"""The trusted share falls by the share of the cache that was lost, at most by this much at once. The first time it
+begins at what is resident, which nothing has limited so far."""
 
 INCREASE = 0.03
 """Added to the trusted share after a calm look. Small against a decrease: thrash costs more than a gap."""
@@ -66,6 +67,7 @@ class HoldQueue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int, HeldTurn]] = []
+        self._by_deadline: list[tuple[float, int, HeldTurn]] = []
         self._by_age: deque[HeldTurn] = deque()
         self._sessions: dict[str, HeldTurn] = {}
         self._count = 0
@@ -73,12 +75,14 @@ class HoldQueue:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def push(self, held: HeldTurn, remaining_turns: float) -> None:
-        """Queue a turn. `remaining_turns` is the estimate at this moment."""
+    def push(self, held: HeldTurn, remaining_turns: float, deadline_s: float = math.inf) -> None:
+        """Queue a turn. `remaining_turns` is the estimate at this moment; at `deadline_s` it has to run."""
         self._count += 1
         entry = (-remaining_turns, -held.conversation.turns_begun, self._count, held)
         heapq.heappush(self._heap, entry)
         self._by_age.append(held)
+        if deadline_s < math.inf:
+            heapq.heappush(self._by_deadline, (deadline_s, self._count, held))
         self._sessions[held.turn.session_id] = held
 
     def in_order(self) -> Iterator[HeldTurn]:
@@ -101,9 +105,11 @@ class HoldQueue:
             self._by_age.popleft()
         return self._by_age[0] if self._by_age else None
 
-    def waiting(self) -> list[HeldTurn]:
-        """All waiting turns, oldest first."""
-        return [held for held in self._by_age if held.is_waiting]
+    def first_due(self, now_s: float) -> HeldTurn | None:
+        """The waiting turn whose deadline is first, if it has come."""
+        while self._by_deadline and not self._by_deadline[0][2].is_waiting:
+            heapq.heappop(self._by_deadline)
+        return self._by_deadline[0][2] if self._by_deadline and self._by_deadline[0][0] <= now_s else None
 
     def remove(self, held: HeldTurn) -> None:
         """A turn starts or is given up."""
@@ -148,6 +154,8 @@ class TrustController:
     """
 
     _evidence: dict[str, _Evidence] = field(default_factory=dict)
+    _cut: set[str] = field(default_factory=set)
+    """Replicas whose share has been lowered before."""
     _believed_tokens: int = 0
     _lost_tokens: int = 0
 
@@ -165,14 +173,15 @@ class TrustController:
         self._believed_tokens += believed_tokens
         self._lost_tokens += lost_tokens
 
-    def on_reading(self, replica: Replica, busy_s: float | None, preemptions: int) -> None:
+    def on_reading(self, replica: Replica, busy_s: float | None, preemptions: int, now_s: float) -> None:
         """The engine worked for so many seconds since the last reading, and preempted so many requests.
 
-        None where there is no telling, as after a restart: then what its turns lost cannot be priced.
+        None where there is no telling, as after a restart: what its turns lost cannot be priced then, and what was
+        cached before tells nothing of its size.
         """
         evidence = self._of(replica)
         if busy_s is None:
-            self._evidence[replica.replica_id] = _Evidence(changed_s=evidence.changed_s)
+            self._evidence[replica.replica_id] = _Evidence(changed_s=now_s)
             return
         evidence.busy_s += busy_s
         evidence.preemptions += preemptions
@@ -211,14 +220,15 @@ class TrustController:
         old = new = replica.trusted_share
         low, high = TRUSTED_SHARE_BOUNDS
         # What a replica loses while it is far from full, it did not lose to its working set.
-        if lost_time > tolerated and fill >= THRASH_MIN_FILL * old:
+        if lost_time > tolerated and fill >= THRASH_MIN_FILL * min(1.0, old):
             if is_admitting:
-                # From what is resident: a ceiling that was never reached says nothing, and before the first loss there
+                # From what is resident: a ceiling that was never reached says nothing, and before the first cut there
                 # is none, so that several times the capacity may be.
                 new = min(old, fill) * (1 - min(LARGEST_DECREASE, evidence.lost_share))
-                if not is_limited:
+                if replica.replica_id not in self._cut:
                     new = max(new, fill * (1 - evidence.lost_share))
                 new = min(high, max(low, new))
+                self._cut.add(replica.replica_id)
             replica.has_thrashed = True
         elif lost_time < CALM_TIME and is_admitting and is_full:
             new = min(high, old + INCREASE)

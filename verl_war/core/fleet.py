@@ -159,6 +159,11 @@ class Fleet:
         """Share of the admitted conversations that are being served now; the others wait for tools. 1 when idle."""
         return self.inflight / self.admitted if self.admitted and self.inflight else 1.0
 
+    @property
+    def least_capacity_tokens(self) -> float:
+        """Least capacity that an engine of the pool has told; unlimited while none has."""
+        return min((float(it.capacity_tokens) for it in self.pool() if it.capacity_tokens), default=float("inf"))
+
     def pool(self) -> list[Replica]:
         """Replicas in the pool."""
         return [replica for replica in self.replicas.values() if replica.in_pool]

@@ -108,6 +108,8 @@ class WorkloadManager:
         self._cache_view.drop(replica_id)
         for conversation in self._fleet.remove_replica(replica_id):
             conversation.retained = False
+        if self._scheduler is not None:
+            self._scheduler.on_replica_down()
         return self._drain(now_s)
 
     def on_turn(self, turn: Turn, now_s: float) -> list[Placement]:
@@ -206,8 +208,8 @@ class WorkloadManager:
             self._fleet.on_pace(replica)
         if self._scheduler is not None:
             self._scheduler.placement.model = self._step_time.value()
-            busy_s = window.busy_s if window is not None and window.is_telling else None
-            self._scheduler.trust.on_reading(replica, busy_s, max(0, preempted))
+            busy_s = None if window is None else window.known_busy_s
+            self._scheduler.trust.on_reading(replica, busy_s, max(0, preempted), now_s)
             self._scheduler.control(replica, now_s)
         return self._drain(now_s)
 

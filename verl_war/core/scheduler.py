@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -95,6 +96,7 @@ class Scheduler:
     def on_step_begin(self, num_trajectories: int, group_size: int, now_s: float) -> None:
         """A step of so many trajectories begins, `group_size` of each prompt."""
         self.guard.on_step_begin(not self._fleet.conversations, now_s)
+        self._fleet.freed += 1  # the guard may have decided otherwise
         self.groups.on_step_begin(num_trajectories, group_size)
         self.load.on_step_begin(num_trajectories)
         self.look(now_s)
@@ -136,7 +138,7 @@ class Scheduler:
             return [self._place(turn, conversation, self._candidates(turn, conversation), Reason.PRICED, now_s)]
         remaining = self._progress.remaining_turns(turn.group_id, conversation.turns_begun)
         held = HeldTurn(turn, conversation, now_s)
-        self.queue.push(held, remaining)
+        self.queue.push(held, remaining, deadline_s(conversation, self._config.admission))
         if self._full_since == self._fleet.freed and len(self.queue) > LOOKAHEAD:
             # Nothing was freed since those ranked first did not fit: this one waits behind them.
             return self._overdue(now_s)
@@ -158,6 +160,10 @@ class Scheduler:
                     self._full_since = self._fleet.freed
                     break
         return starts
+
+    def on_replica_down(self) -> None:
+        """A replica left the pool, and what was learned of it went with it."""
+        self._has_thrashed = any(replica.has_thrashed for replica in self._fleet.pool())
 
     def abandon(self, session_id: str) -> None:
         """The client of a held turn gave it up."""
@@ -190,9 +196,9 @@ class Scheduler:
         is_admitting, was_limited = self._is_admitting, self._is_limited(replica)
         is_full = len(self.queue) > 0 and self._limits_newcomers(replica)
         changed = self.trust.decide(replica, is_admitting, was_limited, is_full, self.placement.model, now_s)
+        self._has_thrashed |= replica.has_thrashed
         if self._config.admission.enabled and replica.has_thrashed and not was_limited:
             self._fleet.freed += 1
-            self._has_thrashed = True
             logger.warning(
                 "replica %s: admission unlimited -> limited (its engine lost cache that was needed again)",
                 replica.replica_id,
@@ -273,8 +279,11 @@ class Scheduler:
         need_tokens = conversation.need_tokens
         if turn.group_id and turn.group_id not in replica.group_prompts:
             need_tokens += self._group_tokens(turn.group_id)
-        limit = self._config.admission.admit_fraction * replica.trusted_tokens
-        return replica.working_set_tokens + need_tokens <= limit
+        # One that has not told its capacity has hardly more than the others.
+        trusted_tokens = min(
+            replica.trusted_tokens, self._fleet.least_capacity_tokens if not replica.capacity_tokens else math.inf
+        )
+        return replica.working_set_tokens + need_tokens <= self._config.admission.admit_fraction * trusted_tokens
 
     def _candidates(self, turn: Turn, conversation: Conversation) -> list[Replica]:
         if self._is_placing:
@@ -298,11 +307,9 @@ class Scheduler:
         while (held := self.queue.oldest()) is not None and now_s - held.since_s >= admission.max_hold_s:
             replicas = self._candidates(held.turn, held.conversation)
             starts.append(self._start_held(held, replicas, Reason.STARVED, now_s))
-        if admission.trajectory_ttl_s is not None:
-            for held in self.queue.waiting():
-                if now_s >= deadline_s(held.conversation, admission):
-                    replicas = self._candidates(held.turn, held.conversation)
-                    starts.append(self._start_held(held, replicas, Reason.DEADLINE, now_s))
+        while (held := self.queue.first_due(now_s)) is not None:
+            replicas = self._candidates(held.turn, held.conversation)
+            starts.append(self._start_held(held, replicas, Reason.DEADLINE, now_s))
         return starts
 
     def _start_held(self, held: HeldTurn, replicas: Sequence[Replica], reason: Reason, now_s: float) -> Start:

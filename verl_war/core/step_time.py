@@ -5,7 +5,6 @@ The manager fits it to windows between two readings of all replicas, the draft p
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -104,15 +103,22 @@ class Window(NamedTuple):
 
     @property
     def is_telling(self) -> bool:
-        """Whether these can be readings of a working engine; see `MAX_STEP_S` and `MAX_STEP_TOKENS`."""
+        """Whether these can be readings of a working engine; see `MAX_STEP_S` and what follows it."""
         most = MAX_STEP_TOKENS * self.iterations
         return (
-            0 < self.iterations < math.inf
+            0 < self.iterations <= MAX_ITERATIONS
             and 0.0 < self.busy_s <= MAX_STEP_S * self.iterations
             and 0.0 <= self.tokens <= most
             and 0.0 <= self.kv_token_steps <= most
             and 0.0 <= self.row_steps <= most
         )
+
+    @property
+    def known_busy_s(self) -> float | None:
+        """Seconds that the engine worked, 0 for one that waited for requests; None where there is no telling."""
+        if self.iterations == 0:
+            return 0.0
+        return self.busy_s if self.is_telling else None
 
     def predicted_s(self, model: StepTime) -> float:
         """Seconds that the model gives to the same work."""
@@ -127,6 +133,9 @@ class Window(NamedTuple):
 
 MAX_STEP_S = 3600.0
 """An iteration that took longer was none: the process was stopped, or the clock was set."""
+
+MAX_ITERATIONS = 1e9
+"""No engine makes more of them between two readings."""
 
 MAX_STEP_TOKENS = 1e10
 """No engine computes or holds more; such a reading is broken."""
