@@ -12,9 +12,10 @@ import sys
 import pytest
 
 from tests.compare.conftest import is_running, take_ctrl_c, wait_until
-from tests.compare.fixed_work.helpers import ROOT, plan
+from tests.compare.fixed_work.helpers import ROOT, plan, spec
 from verl_war.compare import command as compare_command
 from verl_war.compare.fixed_work import command
+from verl_war.sim.trace import write_trace
 
 FAKE_WORK = "tests.compare.fixed_work.fake_work"
 
@@ -30,12 +31,16 @@ def out(tmp_path, monkeypatch):
     return directory
 
 
-def run(out, *arguments):
-    """Exit status and output of the command."""
+def parsed(*words):
     parser = argparse.ArgumentParser()
     compare_command.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def run(out, *arguments):
+    """Exit status and output of the command."""
     words = ["--mode", "fixed-work", "--arms", "stock,margin,war", "--load", "1,3", "--repeats", "2"]
-    options = parser.parse_args([*words, "--memory-gb", "0.01", "--out", str(out), *arguments])
+    options = parsed(*words, "--memory-gb", "0.01", "--out", str(out), *arguments)
     stream = io.StringIO()
     return compare_command.run(options, stream), stream.getvalue()
 
@@ -152,10 +157,7 @@ def test_what_cannot_work_is_said_before_anything_starts(out, capsys, arguments,
 
 
 def test_a_missing_trace_is_said(out, capsys):
-    parser = argparse.ArgumentParser()
-    compare_command.add_arguments(parser)
-    options = parser.parse_args(["--mode", "fixed-work", "--trace", "missing.jsonl", "--out", str(out)])
-    assert compare_command.run(options) == 2
+    assert compare_command.run(parsed("--mode", "fixed-work", "--trace", "missing.jsonl", "--out", str(out))) == 2
     assert "cannot be read" in capsys.readouterr().err
 
 
@@ -182,6 +184,25 @@ def test_results_of_other_work_are_left_alone(out, capsys):
     (out / "plan.json").write_text(json.dumps(found))
     assert run(out)[0] == 2
     assert "holds another comparison (work: None -> 'recorded 3 " in capsys.readouterr().err
+
+
+def test_a_trace_that_was_edited_is_another_comparison(out, tmp_path, capsys):
+    trace = tmp_path / "trace.jsonl"
+
+    def compare(*arguments):
+        words = ["--mode", "fixed-work", "--trace", str(trace), "--arms", "stock", "--memory-gb", "0.01"]
+        options = parsed(*words, "--out", str(out), *arguments)
+        return compare_command.run(options, io.StringIO())
+
+    write_trace(trace, [spec("g-0"), spec("g-1")])
+    assert compare() == compare("--repeats", "2") == 0
+    write_trace(trace, [spec("g-0"), spec("g-1", tool=21)])  # as many trajectories, so the same load
+    assert compare("--repeats", "3") == 2
+    message = capsys.readouterr().err
+    assert "holds another comparison (trace_digest: '" in message and "--fresh to discard it" in message
+    assert len(rows(out)) == 2
+    assert compare("--fresh") == 0
+    assert len(rows(out)) == 1
 
 
 def test_a_directory_in_use_is_refused(out, capsys):

@@ -205,15 +205,28 @@ class FixedWorkPlan:
             workload.check_fits(self.specs(case), self.kv_tokens)
 
     def identity(self) -> dict[str, Any]:
-        """What must not change between two starts in the same directory. Arms, loads and repeats may be added."""
+        """What must not change between two starts in the same directory. Arms, loads and repeats may be added.
+
+        Raises:
+            ValueError: The trace or the recording cannot be read.
+        """
         names = ("replicas", "kv_tokens", "recipe", "trace", "clock_scale", "seed")
-        digest = hashlib.sha256(episodes_file(self.repo, self.recipe).read_bytes()).hexdigest()[:8]
-        work = {"mode": "fixed-work", "work": f"recorded {FORMAT} {digest}"}
-        return work | {name: getattr(self, name) for name in names}
+        work = {"mode": "fixed-work", "work": f"recorded {FORMAT} {_digest(episodes_file(self.repo, self.recipe))}"}
+        # Only with a trace: directories without one stay what they were.
+        trajectories = {"trace_digest": _digest(Path(self.trace))} if self.trace else {}
+        return work | {name: getattr(self, name) for name in names} | trajectories
 
     def as_json(self) -> str:
         """For the process that carries it out."""
         return json.dumps(dataclasses.asdict(self) | {"out": str(self.out), "repo": str(self.repo)})
+
+
+def _digest(path: Path) -> str:
+    """Of what a file holds: its name stays when it is edited."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error}); get the file back, or name another one") from error
 
 
 def plan_from_json(text: str) -> FixedWorkPlan:
