@@ -140,6 +140,10 @@ def test_loads_by_name_follow_the_kv():
     for word in ("0", "-3", "2.5", "much", ""):
         with pytest.raises(ValueError, match="--load: .* is neither low, middle, high, sweep nor a number"):
             workload.parse_loads(word, 8192, 512.0)
+    assert workload.parse_loads("10000", 8192, 512.0) == (10_000,)
+    for word, kv_tokens, load in (("4,10001", 8192, 10_001), ("9" * 30, 8192, "9" * 30), ("high", 10**7, 39_062)):
+        with pytest.raises(ValueError, match=f"is {load} trajectories per replica .* must be at most 10000"):
+            workload.parse_loads(word, kv_tokens, 512.0)
 
 
 def test_arms_are_what_they_say():

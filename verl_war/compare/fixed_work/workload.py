@@ -20,6 +20,9 @@ TOOL_S_MEAN, TOOL_S_SIGMA = 0.4, 1.0
 START_SPREAD_S = 0.5
 """Trajectories start within so many seconds: sandboxes do not all come up at once."""
 
+MOST_LOAD = 10_000
+"""Trajectories per replica: hours of a run with the demo model; all of a step's are in memory before it begins."""
+
 LOW_LOAD = 2
 """Trajectories per replica: the tail of a step."""
 
@@ -54,7 +57,7 @@ def parse_loads(text: str, kv_tokens: int, context_tokens: float) -> tuple[int, 
         context_tokens: Mean context of a trajectory, for the loads by name.
 
     Raises:
-        ValueError: A word is neither a load by name nor a whole number from 1 on.
+        ValueError: A word is neither a load by name nor a whole number from 1 on, or a load is too high.
     """
 
     def filling(kv_share: float) -> int:
@@ -75,6 +78,11 @@ def parse_loads(text: str, kv_tokens: int, context_tokens: float) -> tuple[int, 
                 f"--load: {word!r} is neither low, middle, high, sweep nor a number of trajectories per replica from "
                 f"1 on; expected for instance sweep or 4,16"
             )
+    if max(loads) > MOST_LOAD:
+        raise ValueError(
+            f"--load={text} is {max(loads)} trajectories per replica (--kv-tokens={kv_tokens}); it must be at most "
+            f"{MOST_LOAD}"
+        )
     return tuple(sorted(set(loads)))
 
 
