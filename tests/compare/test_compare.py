@@ -52,6 +52,14 @@ def test_fresh_repeats_everything(start_compare, tmp_path):
     assert sorted(path.name for path in (tmp_path / "out" / "stock" / "metrics").iterdir()) == ["attempt-001.jsonl"]
 
 
+def test_fresh_discards_nothing_without_memory_to_repeat_it(start_compare, tmp_path):
+    run(start_compare, tmp_path)
+    output = run(start_compare, tmp_path, "--fresh", "--memory-gb", "100000", code=2)
+    assert "training needs 100000.0 GiB of free memory" in output
+    assert read(tmp_path / "out" / "stock" / "starts") == "0\n" and (tmp_path / "out" / "report.json").exists()
+    assert "stock: complete" in run(start_compare, tmp_path)
+
+
 def test_repeats_alternate_the_arms_and_count_on_the_seed(start_compare, tmp_path):
     run(start_compare, tmp_path, "--repeat", "2", "--seed", "5")
     report = json.loads((tmp_path / "out" / "report.json").read_text())

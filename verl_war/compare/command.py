@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from verl_war.compare.failures import TrialFailed
 from verl_war.compare.fixed_work import command as fixed_work
-from verl_war.compare.machine import CPU_MEMORY_GIB, GIB, describe
+from verl_war.compare.machine import CPU_MEMORY_GIB, GIB, describe, require_memory
 from verl_war.compare.plan import ALGORITHMS, ARMS, RECIPES, Plan, Trial, find_repo
 from verl_war.compare.report import Runs, summarise
 from verl_war.compare.series import read_series
@@ -160,6 +160,8 @@ def compare(plan: Plan, fresh: bool, stream: TextIO) -> None:
         trials = plan.trials()
         for trial in trials:
             recover(load_state(trial))
+        if fresh:  # nothing is deleted for trials that cannot start
+            require_memory(plan.memory_bytes, "training")
         claim(plan, fresh)
         stream.write(f"comparing {' and '.join(plan.arms)}: {plan.recipe}, {plan.algorithm}, {plan.steps} steps\n")
         stream.write(f"results go to {plan.out}\n")

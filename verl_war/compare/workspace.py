@@ -119,6 +119,16 @@ def claim_identity(out: Path, wanted: dict[str, Any]) -> None:
     Raises:
         ValueError: It holds another comparison.
     """
+    require_identity(out, wanted)
+    write_atomically(out / "plan.json", json.dumps(wanted, indent=1))
+
+
+def require_identity(out: Path, wanted: dict[str, Any]) -> None:
+    """Check that ``out`` holds this comparison or none.
+
+    Raises:
+        ValueError: It holds another one.
+    """
     path = out / "plan.json"
     if path.exists():
         found = json.loads(path.read_text())
@@ -128,7 +138,6 @@ def claim_identity(out: Path, wanted: dict[str, Any]) -> None:
                 f"--out={out} holds another comparison ({'; '.join(changed)}); choose another --out, or use "
                 "--fresh to discard it"
             )
-    write_atomically(path, json.dumps(wanted, indent=1))
 
 
 def _remove_results(out: Path) -> None:

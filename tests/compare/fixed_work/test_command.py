@@ -15,6 +15,7 @@ from tests.compare.conftest import is_running, take_ctrl_c, wait_until
 from tests.compare.fixed_work.helpers import ROOT, plan, spec
 from verl_war.compare import command as compare_command
 from verl_war.compare.fixed_work import command
+from verl_war.compare.fixed_work.plan import FixedWorkPlan
 from verl_war.sim.trace import write_trace
 
 FAKE_WORK = "tests.compare.fixed_work.fake_work"
@@ -141,6 +142,7 @@ def test_without_a_base_there_are_no_ratios(out):
     [
         (["--arms", "stock,wra"], "'wra' is unknown (did you mean 'war'?)"),
         (["--load", "much"], "--load: 'much' is neither low, middle, high, sweep nor"),
+        (["--load", "99999999"], "must be at most 10000"),
         (["--trace", "missing.jsonl", "--load", "4"], "--load=4 is for recorded episodes"),
         (["--kv-tokens", "256"], "and a replica has KV for --kv-tokens=256"),
         (["--memory-gb", "100000"], "needs 100000.0 GiB of free memory"),
@@ -184,6 +186,26 @@ def test_results_of_other_work_are_left_alone(out, capsys):
     (out / "plan.json").write_text(json.dumps(found))
     assert run(out)[0] == 2
     assert "holds another comparison (work: None -> 'recorded 3 " in capsys.readouterr().err
+
+
+def test_nothing_is_discarded_for_a_comparison_that_cannot_start(out, capsys):
+    run(out)
+    before = sorted(out.rglob("*.json"))
+    for arguments, message in (
+        (["--memory-gb", "100000"], "needs 100000.0 GiB of free memory"),
+        (["--kv-tokens", "256"], "and a replica has KV for --kv-tokens=256"),
+    ):
+        assert run(out, "--fresh", *arguments)[0] == 2
+        assert message in capsys.readouterr().err
+        assert sorted(out.rglob("*.json")) == before
+    assert run(out, "--memory-gb", "100000")[0] == 0  # nothing is missing, so no engine starts
+
+
+def test_memory_is_asked_for_before_trajectories_are_made(out, capsys, monkeypatch):
+    monkeypatch.setattr(FixedWorkPlan, "specs", None)
+    assert run(out, "--memory-gb", "100000")[0] == 2
+    assert "needs 100000.0 GiB of free memory" in capsys.readouterr().err
+    assert not (out / "plan.json").exists()
 
 
 def test_a_trace_that_was_edited_is_another_comparison(out, tmp_path, capsys):

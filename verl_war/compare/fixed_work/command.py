@@ -20,7 +20,7 @@ from verl_war.compare.fixed_work.progress import RunsDisplay
 from verl_war.compare.machine import GIB, require_memory
 from verl_war.compare.plan import RECIPES, base_environment, find_repo
 from verl_war.compare.trial import run_supervised, scratch_directory
-from verl_war.compare.workspace import claim_identity, locked
+from verl_war.compare.workspace import claim_identity, locked, require_identity
 
 DEFAULTS: dict[str, Any] = {
     "load": "low,middle,high", "replicas": 2, "kv_tokens": 8192, "trace": "", "clock_scale": 1.0, "run_minutes": 30.0,
@@ -104,17 +104,21 @@ def compare(plan: FixedWorkPlan, fresh: bool, stream: TextIO) -> None:
         TrialFailed: A run failed or was refused, or the working process ended; the other runs are kept.
         Interrupted: We were told to stop.
     """
-    plan.check_work()
     with locked(plan.out):
+        if not fresh:
+            require_identity(plan.out, plan.identity())
+        runs = plan.runs()
+        missing = [run for run in runs if fresh or not records.is_done(plan.runs_directory, run)]
+        # Before the trajectories are generated, which take memory too, and before anything is deleted.
+        if missing:
+            require_memory(plan.needed_bytes, _engines_text(plan))
+        plan.check_work()
         if fresh:
             _remove_results(plan.out)
         claim_identity(plan.out, plan.identity())
-        runs = plan.runs()
-        missing = [run for run in runs if not records.is_done(plan.runs_directory, run)]
         stream.write(f"{len(runs) - len(missing)} of {len(runs)} runs are done; results go to {plan.out}\n")
         try:
             if missing:
-                require_memory(plan.needed_bytes, _engines_text(plan))
                 _work(plan, stream)
         finally:
             _report(plan, stream)
