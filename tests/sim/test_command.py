@@ -124,6 +124,7 @@ def test_war_settings_reach_the_manager(tmp_path, capsys):
         (["--load", "0"], "--load 0 must be between"),
         (["--load", "4", "--write-trace", "."], "Is a directory"),
         (["--load", "4", "--write-trace", "no/such/trace.jsonl"], "No such file or directory"),
+        (["--load", "2,4,2.0"], "--load: '2.0' is given twice"),
         (["--load", "nan"], "--load nan must be between"),
         (["--replicas", "0"], "--replicas 0 must be between 1 and 10000"),
         (["--seeds", "-1"], "--seeds -1 must be between"),

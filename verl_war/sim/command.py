@@ -223,6 +223,8 @@ def _loads(options: argparse.Namespace) -> tuple[float, ...]:
         except ValueError:
             raise ValueError(f"--load: {word!r} is not a number; expected for instance 16,64,128") from None
         _require("--load", load, 1 / options.replicas, 100_000)
+        if load in loads:
+            raise ValueError(f"--load: {word!r} is given twice; give every load once")
         loads.append(load)
     return tuple(loads)
 
