@@ -154,12 +154,21 @@ def test_bad_options_are_explained(tmp_path, monkeypatch, capsys, arguments, mes
     assert list(tmp_path.iterdir()) == []
 
 
-def test_out_that_is_a_file(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert main([*TINY, "--load", "4", "--out", str(tmp_path / "file")]) == 2
-    assert "is a file" in capsys.readouterr().err
-    assert main([*TINY, "--load", "4", "--out", str(tmp_path / "file" / "below")]) == 2
-    assert "Not a directory" in capsys.readouterr().err
+@pytest.mark.parametrize("below", [(), ("below",), ("far", "below")])
+def test_out_that_cannot_be_made_is_said_before_the_runs(tmp_path, monkeypatch, capsys, below):
+    monkeypatch.setattr(command, "run_study", None)
+    file = tmp_path / "file"
+    file.write_text("")
+    out = file.joinpath(*below)
+    assert main([*TINY, "--load", "4", "--out", str(out)]) == 2
+    assert f"--out {out}: {file} is a file; give the name of a directory" in capsys.readouterr().err
+
+
+def test_out_that_may_not_be_written_to_is_said_before_the_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "run_study", None)
+    monkeypatch.setattr(command.os, "access", lambda path, mode: False)  # as for anybody but root
+    assert main([*TINY, "--load", "4", "--out", str(tmp_path / "out")]) == 2
+    assert f"{tmp_path} may not be written to" in capsys.readouterr().err
 
 
 def test_ctrl_c_keeps_what_is_complete(tmp_path, monkeypatch, capsys):

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import os
 import platform
 import shlex
 import sys
@@ -96,8 +97,7 @@ def simulate(study: Study, options: argparse.Namespace, stream: TextIO) -> None:
     from verl_war.sim.plots import draw_ratios
 
     folder = options.out or Path("runs") / default_name(study)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--out {folder} is a file; give the name of a directory")
+    _require_directory(folder)
     setting = describe(study)
     runs, stopped = _run_all(study)
     runs = complete_cases(runs, len(study.arms()))
@@ -122,6 +122,14 @@ def simulate(study: Study, options: argparse.Namespace, stream: TextIO) -> None:
     stream.write(f"{table}\n\nresults: {folder / 'simulate.json'}, simulate.png, simulate.txt\n")
     if stopped:
         raise Stopped("stopped; the results are of the loads and seeds that were complete")
+
+
+def _require_directory(folder: Path) -> None:
+    """Check that results can be put there, before the runs are made in vain. Makes nothing: there may be no results."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        what = "may not be written to" if there.is_dir() else "is a file"
+        raise ValueError(f"--out {folder}: {there} {what}; give the name of a directory that can be made")
 
 
 def _run_all(study: Study) -> tuple[list[Run], bool]:
