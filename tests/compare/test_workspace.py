@@ -93,6 +93,21 @@ def test_lock_ends_with_its_process(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("name", ["file", "file/below", "file/far/below", "taken", "x" * 300])
+def test_a_directory_that_cannot_be_made_is_named(tmp_path, name):
+    (tmp_path / "file").touch()
+    (tmp_path / "taken" / ".lock").mkdir(parents=True)
+    out = tmp_path / name
+    with pytest.raises(ValueError) as error, locked(out):
+        pass
+    assert f"--out={out} cannot be used (" in str(error.value) and "give the name of a directory" in str(error.value)
+
+
+def test_an_error_of_the_work_is_not_one_of_the_lock(tmp_path):
+    with pytest.raises(FileNotFoundError), locked(tmp_path):
+        (tmp_path / "missing").read_text()
+
+
 def test_arms_and_repeats_may_be_added_and_nothing_else_changed(make_plan, tmp_path):
     (tmp_path / "out").mkdir()
     claim(make_plan(arms=("stock",)), fresh=False)

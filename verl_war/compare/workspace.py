@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from verl_war.compare.plan import Plan, Trial
 from verl_war.compare.series import read_series
@@ -83,10 +83,9 @@ def locked(out: Path) -> Iterator[None]:
     """Hold ``out`` for this process alone. The lock ends with the process, however that ends.
 
     Raises:
-        ValueError: Another process holds it.
+        ValueError: Another process holds it, or it cannot be made.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / ".lock").open("a+") as file:
+    with _lock_file(out) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -100,6 +99,16 @@ def locked(out: Path) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+def _lock_file(out: Path) -> TextIO:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        return (out / ".lock").open("a+")
+    except OSError as error:
+        raise ValueError(
+            f"--out={out} cannot be used ({error}); give the name of a directory, in one that you may write to"
+        ) from error
 
 
 def claim(plan: Plan, fresh: bool) -> None:

@@ -163,6 +163,12 @@ def test_a_missing_trace_is_said(out, capsys):
     assert "cannot be read" in capsys.readouterr().err
 
 
+def test_out_that_is_a_file_is_a_wrong_option(out, capsys):
+    (out / "file").touch()
+    assert run(out / "file")[0] == run(out / "file" / "below")[0] == 2
+    assert capsys.readouterr().err.count("cannot be used (") == 2
+
+
 def test_options_of_fixed_work_are_refused_in_live_mode(out, capsys):
     assert run(out, "--mode", "live")[0] == 2
     assert "--load (1,3) is for --mode fixed-work" in capsys.readouterr().err
