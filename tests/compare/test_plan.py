@@ -1,5 +1,7 @@
 """Commands of a comparison, and what is refused before anything starts."""
 
+import argparse
+import math
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,9 @@ from verl_war.compare.plan import ARMS, find_repo, hydra_value
         ({"repeats": 0}, "--repeat=0 must be at least 1"),
         ({"num_train": -1}, "--num-train=-1 must be at least 1"),
         ({"seed": -1}, "--seed=-1 must be at least 0"),
+        ({"stall_s": math.nan}, "--stall-minutes=nan must be between 0 (no limit) and 1e+06"),
+        ({"stall_s": -60.0}, "--stall-minutes=-1 must be between 0"),
+        ({"stall_s": math.inf}, "--stall-minutes=inf must be between 0"),
         ({"overrides": ("data.train_batch_size",)}, "'data.train_batch_size' is not a Hydra override"),
         ({"overrides": ("trainer.total_training_steps=9",)}, "is set by the comparison itself; use --steps instead"),
         ({"overrides": ("rollout@actor_rollout_ref.rollout=war",)}, "use --arms instead"),
@@ -77,13 +82,36 @@ def test_paths_survive_hydras_grammar(path):
     assert override.value() == path
 
 
-def test_same_command_gets_the_same_directory_and_another_one_another():
-    import argparse
-
+def plan_of(*arguments):
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
+    return command.plan_of(parser.parse_args(arguments), Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arms", ""], "--arms='' must be one of stock, war"),
+        (["--memory-gb", "-1"], "--memory-gb=-1.0 must be between 0 and 1000000"),
+        (["--memory-gb", "nan"], "--memory-gb=nan must be"),
+        (["--memory-gb", "inf"], "--memory-gb=inf must be"),
+        (["--stall-minutes", "nan"], "--stall-minutes=nan must be"),
+    ],
+)
+def test_bad_options_are_named(arguments, message):
+    with pytest.raises(ValueError) as error:
+        plan_of(*arguments)
+    assert message in str(error.value)
+
+
+def test_zero_means_no_limit():
+    plan = plan_of("--stall-minutes", "0", "--memory-gb", "0")
+    assert plan.stall_s == plan.memory_bytes == 0
+
+
+def test_same_command_gets_the_same_directory_and_another_one_another():
     names = {
-        command.plan_of(parser.parse_args(arguments), Path(__file__).parents[2]).out.name
+        plan_of(*arguments).out.name
         for arguments in ([], [], ["--steps", "6"], ["--seed", "2"], ["a=b"], ["--num-train", "65"])
     }
     assert len(names) == 5

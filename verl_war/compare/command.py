@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from verl_war.compare.failures import TrialFailed
 from verl_war.compare.fixed_work import command as fixed_work
-from verl_war.compare.machine import CPU_MEMORY_GIB, GIB, describe, require_memory
+from verl_war.compare.machine import CPU_MEMORY_GIB, describe, memory_bytes, require_memory
 from verl_war.compare.plan import ALGORITHMS, ARMS, RECIPES, Plan, Trial, find_repo
 from verl_war.compare.report import Runs, summarise
 from verl_war.compare.series import read_series
@@ -126,12 +126,12 @@ def plan_of(options: argparse.Namespace, cwd: Path) -> Plan:
         steps=chosen.steps,
         machine=chosen.machine,
         seed=options.seed,
-        arms=tuple((options.arms or ",".join(ARMS)).split(",")),
+        arms=tuple(ARMS) if options.arms is None else tuple(options.arms.split(",")),
         repeats=options.repeats,
         num_train=chosen.num_train,
         num_val=chosen.num_val,
         overrides=tuple(options.overrides),
-        memory_bytes=int(memory_gib * GIB),
+        memory_bytes=memory_bytes(memory_gib),
         stall_s=60 * stall_minutes,
         out=(options.out or cwd / "runs" / default_name(chosen)).absolute(),
         repo=find_repo(cwd, options.recipe),

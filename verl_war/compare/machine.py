@@ -19,6 +19,10 @@ CPU_MEMORY_GIB = 12.0
 """What two replicas, two trainers, Ray and their shared memory take with the demo model: 11.6 GiB were seen."""
 
 
+MOST_MEMORY_GIB = 1_000_000
+"""More than any machine has, and finite."""
+
+
 def available_memory_bytes(cgroup: Path = CGROUP) -> int:
     """Memory that new processes can get: the machine's, or less where a container limits us."""
     available = psutil.virtual_memory().available
@@ -27,6 +31,17 @@ def available_memory_bytes(cgroup: Path = CGROUP) -> int:
         return available
     # The page cache counts as used but is given back on demand.
     return min(available, limit - used + _cached_bytes(cgroup / "memory.stat"))
+
+
+def memory_bytes(gib: float) -> int:
+    """Bytes of `--memory-gb`.
+
+    Raises:
+        ValueError: It is no amount of memory.
+    """
+    if not 0 <= gib <= MOST_MEMORY_GIB:
+        raise ValueError(f"--memory-gb={gib} must be between 0 and {MOST_MEMORY_GIB}")
+    return int(gib * GIB)
 
 
 def require_memory(needed_bytes: int, what: str) -> None:

@@ -46,6 +46,9 @@ SAVES_PER_RUN = 5
 CHECKPOINTS_KEPT = 2
 """verl deletes the oldest checkpoint before it writes the next one: with one, an interruption could leave none."""
 
+MOST_STALL_S = 60 * 1_000_000.0
+"""Two years: no limit, but a number."""
+
 _PLAIN_VALUE = re.compile(r"[\w./:@%+-]+")
 
 
@@ -158,6 +161,10 @@ class Plan:
                 raise ValueError(f"{name}={value} must be at least 1")
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"--seed={self.seed} must be at least 0 and less than 2**31")
+        if not 0 <= self.stall_s <= MOST_STALL_S:
+            raise ValueError(
+                f"--stall-minutes={self.stall_s / 60:g} must be between 0 (no limit) and {MOST_STALL_S / 60:g}"
+            )
         for override in self.overrides:
             _check_override(override)
 

@@ -17,7 +17,7 @@ from verl_war.compare.fixed_work.arms import ARMS, DEFAULT_ARMS, find_arms
 from verl_war.compare.fixed_work.episodes import read_episodes
 from verl_war.compare.fixed_work.plan import FixedWorkPlan, episodes_file
 from verl_war.compare.fixed_work.progress import RunsDisplay
-from verl_war.compare.machine import GIB, require_memory
+from verl_war.compare.machine import memory_bytes, require_memory
 from verl_war.compare.plan import RECIPES, base_environment, find_repo
 from verl_war.compare.trial import run_supervised, scratch_directory
 from verl_war.compare.workspace import claim_identity, locked, require_identity
@@ -61,7 +61,7 @@ def plan_of(options: argparse.Namespace, cwd: Path) -> FixedWorkPlan:
     if options.recipe not in RECIPES:
         raise ValueError(f"--recipe={options.recipe!r} must be one of {', '.join(RECIPES)}")
     repo = find_repo(cwd, options.recipe)
-    arms = find_arms(options.arms or DEFAULT_ARMS)
+    arms = find_arms(DEFAULT_ARMS if options.arms is None else options.arms)
     if not 1 <= chosen.replicas <= 64:
         raise ValueError(f"--replicas={chosen.replicas} must be between 1 and 64")
     if chosen.trace:
@@ -83,7 +83,7 @@ def plan_of(options: argparse.Namespace, cwd: Path) -> FixedWorkPlan:
         clock_scale=chosen.clock_scale,
         seed=options.seed,
         limit_s=60 * chosen.run_minutes,
-        memory_bytes=int((options.memory_gb or 0) * GIB),
+        memory_bytes=memory_bytes(options.memory_gb or 0.0),
         out=(options.out or cwd / "runs" / default_name(options)).absolute(),
         repo=repo,
     )

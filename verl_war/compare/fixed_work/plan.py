@@ -116,6 +116,7 @@ class FixedWorkPlan:
             "--kv-tokens": (self.kv_tokens, 256, 10**8),
             "--seed": (self.seed, 0, 2**31),
             "--clock-scale": (self.clock_scale, 0.0, 1000.0),
+            "--run-minutes": (self.limit_s / 60, 0.01, 1_000_000.0),
         }
         for name, (value, low, high) in bounds.items():
             if not low <= value <= high:
