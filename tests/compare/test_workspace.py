@@ -118,6 +118,19 @@ def test_arms_and_repeats_may_be_added_and_nothing_else_changed(make_plan, tmp_p
     assert json.loads((tmp_path / "out" / "plan.json").read_text())["steps"] == 5
 
 
+@pytest.mark.parametrize("text", ["", "[]", "5", "null", '{"steps": 4', "[" * 100_000])
+def test_a_damaged_note_of_the_comparison_is_named(make_plan, tmp_path, text):
+    path = tmp_path / "out" / "plan.json"
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        claim(make_plan(), fresh=False)
+    assert str(error.value).startswith(f"{path} is damaged (") and "--fresh to discard it" in str(error.value)
+    assert path.read_text() == text
+    claim(make_plan(), fresh=True)
+    assert json.loads(path.read_text())["steps"] == 4
+
+
 def test_fresh_deletes_nothing_of_the_user(make_plan, tmp_path):
     out = tmp_path / "out"
     (out / "data").mkdir(parents=True)

@@ -136,17 +136,30 @@ def require_identity(out: Path, wanted: dict[str, Any]) -> None:
     """Check that ``out`` holds this comparison or none.
 
     Raises:
-        ValueError: It holds another one.
+        ValueError: It holds another one, or its note of what is compared is damaged.
     """
     path = out / "plan.json"
     if path.exists():
-        found = json.loads(path.read_text())
+        found = _read_identity(path)
         changed = [f"{key}: {found.get(key)!r} -> {wanted[key]!r}" for key in wanted if found.get(key) != wanted[key]]
         if changed:
             raise ValueError(
                 f"--out={out} holds another comparison ({'; '.join(changed)}); choose another --out, or use "
                 "--fresh to discard it"
             )
+
+
+def _read_identity(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"{found!r:.40}, expected an object")
+        return found
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error!r:.200}), so what is compared there is unknown; choose another --out, or use "
+            "--fresh to discard it"
+        ) from error
 
 
 def _remove_results(out: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from verl_war.compare.fixed_work.plan import Case, Run
 from verl_war.compare.fixed_work.results import Replayed, TurnRecord
@@ -17,6 +18,8 @@ from verl_war.sim.trace import TrajectorySpec
 FORMAT = 1
 
 Status = Literal["complete", "failed", "refused"]
+
+JSON_NAMES = {dict: "an object", list: "a list", str: "a text", int: "an integer"}
 
 WORK_TOLERANCE = 0.005
 """Share by which arms' decode tokens may differ: a tenth of the smallest difference in time worth a word."""
@@ -131,6 +134,10 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
+TOTALS = frozenset(totals_of(Replayed(), kv_tokens=1))
+"""Names of all totals."""
+
+
 def path_of(directory: Path, run: Run, failed_attempt: int = 0) -> Path:
     """File of a run's record; of an attempt that failed and was made again."""
     return directory / (f"{run.name}.failed{failed_attempt}.json" if failed_attempt else f"{run.name}.json")
@@ -156,18 +163,70 @@ def load(path: Path) -> Record:
         ValueError: It is damaged or of another version.
     """
     try:
-        raw = json.loads(path.read_text())
-        if raw.pop("format") != FORMAT:
-            raise ValueError(f"it is of another format than {FORMAT}")
-        raw["case"] = Case(**raw["case"])
-        raw["turns"] = tuple(TurnRecord(*turn) for turn in raw["turns"])
-        raw["totals"] = {name: math.nan if value is None else value for name, value in raw["totals"].items()}
-        unknown = set(raw) - {field.name for field in fields(Record)}
-        if unknown:
-            raise ValueError(f"it has unknown keys {sorted(unknown)}")
-        return Record(**raw)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return _parsed(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"record {path} cannot be read ({error!r}); delete it to repeat the run") from error
+
+
+def _parsed(raw: Any) -> Record:
+    raw = _typed("it", raw, dict)
+    if raw.pop("format") != FORMAT:
+        raise ValueError(f"it is of another format than {FORMAT}")
+    unknown = set(raw) - {field.name for field in fields(Record)}
+    if unknown:
+        raise ValueError(f"it has unknown keys {sorted(unknown)}")
+    raw["case"] = Case(**_typed("case", raw["case"], dict))
+    raw["turns"] = tuple(TurnRecord(*_typed("a turn", turn, list)) for turn in _typed("turns", raw["turns"], list))
+    totals = _typed("totals", raw["totals"], dict)
+    raw["totals"] = {name: math.nan if value is None else value for name, value in totals.items()}
+    record = Record(**raw)
+    _check(record)
+    return record
+
+
+def _check(record: Record) -> None:
+    """Every value is of its kind, and a run that counts has all numbers."""
+    if record.status not in get_args(Status):
+        raise ValueError(f"status={record.status!r:.40}, expected one of {', '.join(get_args(Status))}")
+    for name in ("arm", "cause", "begun_at", "version"):
+        _typed(name, getattr(record, name), str)
+    for name in ("repeat", "seed"):
+        _typed(f"case.{name}", getattr(record.case, name), int)
+    _typed("attempt", record.attempt, int)
+    _typed("war", record.war, dict)
+    _require_number("case.load", record.case.load)
+    _require_number("expected_tokens", record.expected_tokens)
+    _check_totals(record)
+    for name, value in _typed("end_s", record.end_s, dict).items():
+        _require_number(f"end_s of {name}", value)
+    for turn in record.turns:
+        for field_name, value in zip(TurnRecord.__slots__, astuple(turn), strict=True):
+            if field_name in ("trajectory_id", "replica_id"):
+                _typed(f"{field_name} of a turn", value, str)
+            else:
+                _require_number(f"{field_name} of a turn", value)
+
+
+def _check_totals(record: Record) -> None:
+    missing = TOTALS - set(record.totals)
+    if missing:
+        raise ValueError(f"totals lack {sorted(missing)}")
+    for name, value in record.totals.items():
+        if value == value or record.status == "complete":  # only a run that failed lacks some
+            _require_number(f"totals.{name}", value)
+    if record.status == "complete" and record.totals["makespan_s"] <= 0:
+        raise ValueError(f"totals.makespan_s={record.totals['makespan_s']}, expected more than 0 of a complete run")
+
+
+def _typed(name: str, value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{name}={value!r:.40}, expected {JSON_NAMES[kind]}")
+    return value
+
+
+def _require_number(name: str, value: Any) -> None:
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{name}={value!r:.40}, expected a finite number")
 
 
 def load_all(directory: Path) -> list[Record]:
