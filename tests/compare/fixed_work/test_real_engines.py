@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.compare.fixed_work.helpers import ROOT, spec
+from tests.compare.fixed_work.helpers import ROOT, plan, spec
 from verl_war.compare.fixed_work import records
 from verl_war.sim.trace import write_trace
 
@@ -29,7 +29,7 @@ def test_arms_do_the_same_work_on_real_engines(tmp_path):
     words += ["--kv-tokens", "2048", "--clock-scale", "0.05", "--memory-gb", "4", "--out", str(out)]
     done = subprocess.run([sys.executable, "-m", "verl_war.cli", *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr + (out / "console.log").read_text()[-5000:]
-    runs = {run.arm: run for run in records.load_all(out / "runs")}
+    runs = {run.arm: run for run in records.load_all(plan(out, arms=ARMS, loads=(2,)))}
     assert set(runs) == set(ARMS)
     for run in runs.values():
         assert run.status == "complete"

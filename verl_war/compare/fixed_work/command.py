@@ -129,7 +129,7 @@ def compare(plan: FixedWorkPlan, fresh: bool, stream: TextIO) -> None:
 
 def _counts(plan: FixedWorkPlan, run: records.Run) -> bool:
     path = records.path_of(plan.runs_directory, run)
-    return path.exists() and records.load(path).status == "complete"
+    return path.exists() and records.load(path, run).status == "complete"
 
 
 def _engines_text(plan: FixedWorkPlan) -> str:

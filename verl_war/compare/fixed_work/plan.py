@@ -155,7 +155,11 @@ class FixedWorkPlan:
     def cases(self) -> list[Case]:
         """All cases: each repeat goes through all loads, so that stopping early leaves whole sweeps."""
         repeats = range(1, self.repeats + 1)
-        return [Case(load=load, repeat=it, seed=self.seed + it - 1) for it in repeats for load in self.loads]
+        return [self.case(load, repeat) for repeat in repeats for load in self.loads]
+
+    def case(self, load: float, repeat: int) -> Case:
+        """The case of a load and a repeat, which has a seed of its own."""
+        return Case(load=load, repeat=repeat, seed=self.seed + repeat - 1)
 
     def runs(self) -> list[Run]:
         """All runs in their order: arms take turns, in an order of its own for every case."""

@@ -38,7 +38,7 @@ class RunsDisplay(Display):
         for run in self._runs:
             path = records.path_of(self._plan.runs_directory, run)
             if run.name not in self._seconds and path.exists():
-                record = records.load(path)
+                record = records.load(path, run)
                 if record.attempt > self._failed.get(run.name, 0):
                     self._seconds[run.name] = record.totals["makespan_s"]
         done = len(self._seconds)

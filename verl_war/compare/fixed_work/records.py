@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from verl_war.compare.fixed_work.plan import Case, Run
+from verl_war.compare.fixed_work.plan import Case, FixedWorkPlan, Run
 from verl_war.compare.fixed_work.results import Replayed, TurnRecord
 from verl_war.compare.workspace import write_atomically
 from verl_war.sim.trace import TrajectorySpec
@@ -18,6 +19,9 @@ from verl_war.sim.trace import TrajectorySpec
 FORMAT = 1
 
 Status = Literal["complete", "failed", "refused"]
+
+NAME = re.compile(r"load(?P<load>[^_]+)_repeat(?P<repeat>[1-9][0-9]*)_(?P<arm>\w+)(\.failed[1-9][0-9]*)?\.json")
+"""Of a record's file; see `path_of`."""
 
 JSON_NAMES = {dict: "an object", list: "a list", str: "a text", int: "an integer"}
 
@@ -149,21 +153,24 @@ def save(directory: Path, record: Record) -> None:
     run = Run(case=record.case, arm=record.arm)
     path = path_of(directory, run)
     if path.exists():
-        path.rename(path_of(directory, run, load(path).attempt))
+        path.rename(path_of(directory, run, load(path, run).attempt))
     raw = asdict(record) | {"format": FORMAT, "turns": [astuple(turn) for turn in record.turns]}
     # NaN is no JSON: a run that failed before a trajectory ended has no percentiles.
     raw["totals"] = {name: None if value != value else value for name, value in record.totals.items()}
     write_atomically(path, json.dumps(raw) + "\n")
 
 
-def load(path: Path) -> Record:
-    """Read a record.
+def load(path: Path, run: Run) -> Record:
+    """Read the record of a run.
 
     Raises:
-        ValueError: It is damaged or of another version.
+        ValueError: It is damaged, of another version or of another run.
     """
     try:
-        return _parsed(json.loads(path.read_text()))
+        record = _parsed(json.loads(path.read_text()))
+        if (record.case, record.arm) != (run.case, run.arm):
+            raise ValueError(f"it is of {record.case}, arm={record.arm!r}; expected {run.case}, arm={run.arm!r}")
+        return record
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"record {path} cannot be read ({error!r}); delete it to repeat the run") from error
 
@@ -229,18 +236,31 @@ def _require_number(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r:.40}, expected a finite number")
 
 
-def load_all(directory: Path) -> list[Record]:
-    """All records, attempts that failed and were made again included, by name."""
-    return [load(path) for path in sorted(directory.glob("*.json"))]
+def load_all(plan: FixedWorkPlan) -> list[Record]:
+    """Records of a plan's arms and loads, attempts that failed and were made again included, by name.
+
+    Other files are left alone: they are of arms and loads that are not asked for now, or of somebody else.
+    """
+    found = ((path, _run_of(path, plan)) for path in sorted(plan.runs_directory.glob("*.json")))
+    return [load(path, run) for path, run in found if run is not None]
+
+
+def _run_of(path: Path, plan: FixedWorkPlan) -> Run | None:
+    """The run that a record is of by the name of its file; None for one that is not of the plan's arms and loads."""
+    name = NAME.fullmatch(path.name)
+    loads = {f"{load:g}": load for load in plan.loads}
+    if name is None or name["load"] not in loads or name["arm"] not in plan.arms:
+        return None
+    return Run(case=plan.case(loads[name["load"]], int(name["repeat"])), arm=name["arm"])
 
 
 def is_done(directory: Path, run: Run) -> bool:
     """Whether a run need not be made any more."""
     path = path_of(directory, run)
-    return path.exists() and load(path).status != "failed"
+    return path.exists() and load(path, run).status != "failed"
 
 
 def attempts(directory: Path, run: Run) -> int:
     """Attempts of a run so far."""
     path = path_of(directory, run)
-    return load(path).attempt if path.exists() else 0
+    return load(path, run).attempt if path.exists() else 0

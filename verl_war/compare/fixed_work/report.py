@@ -19,7 +19,7 @@ NO_BASE = "no run of {base} counts, so there are no ratios"
 
 def write_report(plan: FixedWorkPlan, stream: TextIO) -> None:
     """Write all files and show the table. Of runs that are missing nothing is said but how many count."""
-    runs = measures.judged(_records(plan), plan.arms[0])
+    runs = measures.judged(records.load_all(plan), plan.arms[0])
     rows = measures.rows_of(runs, plan.arms)
     report = summary(plan, runs, rows)
     write_atomically(plan.out / "report.json", json.dumps(report, indent=1) + "\n")
@@ -30,12 +30,6 @@ def write_report(plan: FixedWorkPlan, stream: TextIO) -> None:
     if not any(row.arm == plan.arms[0] for row in rows):
         stream.write(NO_BASE.format(base=plan.arms[0]) + "\n")
     stream.write(f"report: {plan.out / 'report.html'}, report.md, report.json, runs.csv; runs: {plan.runs_directory}\n")
-
-
-def _records(plan: FixedWorkPlan) -> list[records.Record]:
-    """Records of the plan's arms and loads, attempts that were made again included."""
-    found = records.load_all(plan.runs_directory)
-    return [run for run in found if run.arm in plan.arms and run.case.load in plan.loads]
 
 
 def summary(plan: FixedWorkPlan, runs: list[records.Record], rows: list[measures.Row]) -> dict[str, Any]:
