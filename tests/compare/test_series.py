@@ -58,7 +58,9 @@ def test_line_cut_off_by_an_interruption_is_dropped(trial):
     assert read_series(trial).last_step == 1
 
 
-@pytest.mark.parametrize("line", ["nonsense", "[1]", '{"data": {}}', '{"step": 1, "data": 3}'])
+@pytest.mark.parametrize(
+    "line", ["nonsense", "[1]", '{"data": {}}', '{"step": 1, "data": 3}', '{"step": 1e400, "data": {}}', "[" * 100_000]
+)
 def test_broken_line_is_named(trial, line):
     write(trial, 1, training(1, 0.1))
     with trial.metrics_file(1).open("a") as file:

@@ -120,6 +120,12 @@ def test_names_from_a_run_are_text(tiny_journal, tmp_path):
     checked(tmp_path / "r.html")
 
 
+def write_metric(path, value):
+    path.write_text(
+        f'{{"step": 1, "data": {{}}}}\n{{"step": 2, "data": {{"war/turns": 3, "timing_s/gen": {value}}}}}\n'
+    )
+
+
 @pytest.mark.parametrize(
     ("make", "status", "words"),
     [
@@ -128,6 +134,10 @@ def test_names_from_a_run_are_text(tiny_journal, tmp_path):
         (lambda path: path.write_text("hello\n"), 1, "run:1: no JSON"),
         (lambda path: path.write_text(""), 1, "run is empty"),
         (lambda path: path.write_text('{"step": 1, "data": {}}\n{"step"\n'), 1, "run:2: expected a line of verl's"),
+        (lambda path: write_metric(path, "1e400"), 1, "run:2: timing_s/gen=inf cannot be drawn; expected a finite"),
+        (lambda path: write_metric(path, "-Infinity"), 1, "run:2: timing_s/gen=-inf cannot be drawn"),
+        (lambda path: write_metric(path, "NaN"), 1, "run:2: timing_s/gen=nan cannot be drawn"),
+        (lambda path: write_metric(path, "1" + "0" * 400), 1, "run:2: timing_s/gen=1000"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_reported_is_said(tmp_path, capsys, make, status, words):

@@ -87,5 +87,5 @@ def _parse(line: str, where: str) -> tuple[int, dict[str, float]]:
         # orjson writes not-a-number as null.
         data = {key: value for key, value in record["data"].items() if isinstance(value, int | float)}
         return int(record["step"]), data
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{where}: expected a line of verl's file logger, found {line[:80]!r}") from error

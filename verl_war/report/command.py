@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -97,8 +98,17 @@ def _logged(path: Path) -> dict[int, dict[str, float]]:
     """Metrics by step; verl writes more than one line for some."""
     steps: dict[int, dict[str, float]] = {}
     try:
-        for step, data in read_records(path):
+        for number, (step, data) in enumerate(read_records(path), 1):
+            _require_finite(data, f"{path}:{number}")
             steps.setdefault(step, {}).update(data)
     except ValueError as error:
         raise JournalError(str(error)) from error
     return steps
+
+
+def _require_finite(data: Mapping[str, float], where: str) -> None:
+    for name, value in data.items():
+        if not abs(value) <= sys.float_info.max:  # Infinity, NaN, or an integer that is no float
+            raise ValueError(
+                f"{where}: {name}={value!r:.40} cannot be drawn; expected a finite number; correct or delete the line"
+            )
