@@ -49,7 +49,7 @@ def check_training(run, algorithm):
         assert ("critic/vf_loss" in step) == (algorithm == "ppo")
 
 
-# A start takes longer than all steps, so each pair of recipe and algorithm is trained where something else is tried too:
+# A start takes longer than all steps, so pairs of recipe and algorithm are trained where something else is tried too:
 # code_agent with GRPO in test_survival, search_agent with GRPO by the asynchronous trainers.
 def test_stock_verl(train):
     run = train("code_agent", "ppo")
