@@ -64,7 +64,9 @@ def longer_steps(folder: str, load: str) -> str:
     def step_s(arm: str) -> float:
         repeats = range(1, _report(folder)["plan"]["repeats"] + 1)
         names = {f"load{load}_repeat{repeat}_{arm}" for repeat in repeats}
-        totals = [run["totals"] for run in _report(folder)["runs"] if run["name"] in names and run["totals"]]
+        totals = [
+            run["totals"] for run in _report(folder)["runs"] if run["name"] in names and run["status"] == "complete"
+        ]
         return median(run["busy_s"] / run["engine_steps"] for run in totals)
 
     return f"{step_s('war_no_speculation') / step_s('stock') - 1:.0%}"

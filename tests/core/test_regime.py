@@ -180,6 +180,11 @@ def test_a_fleet_of_uneven_speed_is_loaded_although_there_is_room():
     assert is_high(manager)
     placed = [manager.on_turn(turn(f"s{number}", 100), 31.0)[0].replica_id for number in range(20)]
     assert placed.count("a") > 2 * placed.count("b")
+    # It gets no work and is read all the same: what is known of it fades, and it is tried again.
+    for now_s in range(40, 300, 2):
+        manager.on_snapshot("b", reading(CAPACITY, **fields), float(now_s))
+        manager.on_tick(float(now_s))
+    assert not is_high(manager) and manager.report()["war/replica/1/slowness"] < 1.1
 
 
 @pytest.mark.parametrize("period_s", [1.0, 3.0, 7.0])

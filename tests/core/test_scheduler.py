@@ -373,18 +373,17 @@ def test_a_share_far_over_what_is_resident_does_not_hide_thrash():
     assert manager.report()["war/replica/0/trusted_share"] < 1.5
 
 
-def test_what_a_lost_replica_did_does_not_limit_the_others():
+def test_a_lost_replica_limits_the_others_until_the_next_step():
     manager = manager_of(["a"], wait_for_thrash=True)
     turns_of(manager, 1 + PLAIN_TURNS, 0.5, 1.0)
     manager.on_replica_up("b", 50.0)
     manager.on_snapshot("b", reading(CAPACITY), 50.0)
     manager.on_replica_down("a", 51.0, is_lost=True)
-    assert all(manager.on_turn(turn(f"n{number}", 4_000), 52.0) for number in range(8))
-    manager.on_replica_up("a", 60.0)
-    manager.on_snapshot("a", reading(CAPACITY), 60.0)
     for number in range(8):
-        manager.on_turn(turn(f"m{number}", 4_000), 61.0)
-    assert manager.held_turns == 7, "it is back, and its trusted share of 0.5 too"
+        manager.on_turn(turn(f"n{number}", 4_000), 52.0)
+    assert manager.held_turns == 6, "it would be filled with all that the lost one held"
+    started = manager.on_step_begin(2, 8, 60.0)
+    assert len(started) == 6, "nothing is known against those that are left"
 
 
 def test_preemptions_lose_all_that_their_requests_had():

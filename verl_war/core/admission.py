@@ -39,7 +39,7 @@ taken for thrash."""
 
 LARGEST_DECREASE = 0.25
 """The trusted share falls by the share of the cache that was lost, at most by this much at once. The first time it
-begins at what is resident, which nothing has limited so far."""
+begins at what is resident, which may be several times the capacity."""
 
 INCREASE = 0.03
 """Added to the trusted share after a calm look. Small against a decrease: thrash costs more than a gap."""
@@ -115,6 +115,9 @@ class HoldQueue:
         """A turn starts or is given up."""
         held.is_waiting = False
         self._sessions.pop(held.turn.session_id, None)
+        if not self._sessions:
+            self._by_age.clear()
+            self._by_deadline.clear()
 
     def find(self, session_id: str) -> HeldTurn | None:
         """The waiting turn of a conversation."""
@@ -147,7 +150,7 @@ class _Evidence:
 
 @dataclass(slots=True)
 class TrustController:
-    """Moves each replica's trusted share of its KV capacity: down on evidence of thrash, up without.
+    """Moves each replica's trusted share of its KV capacity: under what is resident on evidence of thrash, up without.
 
     Evidence are cached tokens that were believed and not found, of turns whose KV was left alone since the last
     change (older ones tell of what that change has already answered), priced in engine time, and preemptions.
@@ -199,7 +202,7 @@ class TrustController:
             replica: Whose share.
             is_admitting: Whether admission is in force. While it is not, a loss says nothing of the share, only that
                 the replica thrashes.
-            is_limited: Whether conversations are held for want of room on it.
+            is_limited: Whether its conversations are paused when they do not fit.
             is_full: Whether any are held now that could not come to it.
             model: Of its engine's time.
             now_s: Time of the caller.
@@ -232,7 +235,8 @@ class TrustController:
             replica.has_thrashed = True
         elif lost_time < CALM_TIME and is_admitting and is_full:
             new = min(high, old + INCREASE)
-        self._evidence[replica.replica_id] = _Evidence(changed_s=now_s if new < old else evidence.changed_s)
+        is_cut = new != old and lost_time > tolerated
+        self._evidence[replica.replica_id] = _Evidence(changed_s=now_s if is_cut else evidence.changed_s)
         if new == old:
             return None
         replica.trusted_share = new

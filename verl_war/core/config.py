@@ -83,8 +83,8 @@ class AdmissionConfig:
 
     Attributes:
         enabled: The switch.
-        wait_for_thrash: Whether nothing is held for a replica whose readings come until these show that its engine
-            loses cache to its load.
+        wait_for_thrash: Whether nothing is held as long as readings come and show no engine that loses cache to its
+            load. Once one does, it holds what does not fit, and others take newcomers only as far as they fit.
         admit_fraction: Conversations are admitted while a replica's working set stays under this share of its
             trusted capacity.
         pause_fraction: Above this share, conversations that are between turns are paused.
@@ -124,9 +124,10 @@ class RegimeConfig:
     """When the fleet counts as loaded. While it does not, `scheduling` and `admission` decide as stock verl does.
 
     Attributes:
-        enter_kv_share: Share of the fleet's KV from which on contexts make it loaded; 0 = always.
+        enter_kv_share: Share of the fleet's KV from which on contexts make it loaded; 0 = always. With `scheduling`,
+            replicas that differ much in speed do so too.
         leave_kv_share: Share below which it is not any more.
-        dwell_s: Least time for which it stays loaded.
+        dwell_s: Least time for which it stays loaded; up to 16 times that where the load comes and goes.
     """
 
     enter_kv_share: float = 0.8

@@ -46,6 +46,10 @@ class DraftYield:
 SLOWNESS_HALF_LIFE_S = 2.0
 """Time over which a replica's observed speed replaces what was known of it."""
 
+IDLE_HALF_LIFE_S = 30.0
+"""Time over which what was known of a replica's speed fades while its engine has no work: one that was slow and is
+avoided would otherwise never show that it has recovered."""
+
 SLOWNESS_WINDOWS = 3
 """Of so many windows the median counts: a stall is in one of them, and a replica that is slow is so in all."""
 
@@ -58,6 +62,8 @@ class ReplicaPace:
     _ratios: list[float] = field(default_factory=lambda: [1.0] * (SLOWNESS_WINDOWS - 1))
     _last: ReplicaSnapshot | None = None
     _last_s: float = -math.inf
+    _waited_s: float = 0.0
+    """Since the snapshot before the last one."""
 
     def window(self, snapshot: ReplicaSnapshot, now_s: float) -> Window | None:
         """What the engine did since the last snapshot.
@@ -66,6 +72,7 @@ class ReplicaPace:
         """
         last, self._last = self._last, snapshot
         is_later = now_s > self._last_s
+        self._waited_s = now_s - self._last_s
         self._last_s = now_s
         if last is None or not is_later or snapshot.engine_steps < last.engine_steps:
             return None
@@ -78,7 +85,9 @@ class ReplicaPace:
         )
 
     def update(self, window: Window, model: StepTime) -> None:
-        """Compare a window with the fleet's model. One that can't be is ignored."""
+        """Compare a window with the fleet's model. One that can't be is ignored, one without work forgets a little."""
+        if window.iterations == 0:
+            self.slowness = 1.0 + (self.slowness - 1.0) * 0.5 ** (self._waited_s / IDLE_HALF_LIFE_S)
         if not window.is_telling:
             return
         self._ratios = [*self._ratios[1 - SLOWNESS_WINDOWS :], window.busy_s / window.predicted_s(model)]

@@ -123,6 +123,8 @@ class Fleet:
         self.admitted = 0
         self.freed = 0
         self.pool_size = 0
+        self.least_capacity_tokens = float("inf")
+        """Least capacity that an engine of the pool has told; unlimited while none has."""
         self.common_tokens = 0
         """Beginning that the prompts of all groups share: in each cache once, as vLLM's prefix caching has it."""
         self._changes = 0
@@ -137,6 +139,7 @@ class Fleet:
         self.pool_size += not replica.in_pool
         replica.in_pool = True
         self.freed += 1
+        self._update_capacity()
         self._changed(replica)
         return replica
 
@@ -147,6 +150,7 @@ class Fleet:
             return []
         replica.in_pool = False
         self.pool_size -= 1
+        self._update_capacity()
         self._changed(replica)
         evicted = list(replica.admitted.values())
         for conversation in evicted:
@@ -158,11 +162,6 @@ class Fleet:
     def duty(self) -> float:
         """Share of the admitted conversations that are being served now; the others wait for tools. 1 when idle."""
         return self.inflight / self.admitted if self.admitted and self.inflight else 1.0
-
-    @property
-    def least_capacity_tokens(self) -> float:
-        """Least capacity that an engine of the pool has told; unlimited while none has."""
-        return min((float(it.capacity_tokens) for it in self.pool() if it.capacity_tokens), default=float("inf"))
 
     def pool(self) -> list[Replica]:
         """Replicas in the pool."""
@@ -182,6 +181,13 @@ class Fleet:
             heapq.heappush(self._heap, entry)
         self._least = (self._changes, count, [entry[3] for entry in found])
         return self._least[2][:count]
+
+    def on_capacity(self, replica: Replica, capacity_tokens: int) -> None:
+        """An engine tells how much KV it has."""
+        if capacity_tokens != replica.capacity_tokens:
+            replica.capacity_tokens = capacity_tokens
+            self.freed += 1
+            self._update_capacity()
 
     def on_pace(self, replica: Replica) -> None:
         """A replica's slowness, and so its load, has changed."""
@@ -268,6 +274,10 @@ class Fleet:
         conversation.inflight -= 1
         self.inflight -= 1
         self.replicas[replica_id].inflight -= 1
+
+    def _update_capacity(self) -> None:
+        told = [replica.capacity_tokens for replica in self.pool() if replica.capacity_tokens]
+        self.least_capacity_tokens = float(min(told, default=float("inf")))
 
     def _changed(self, replica: Replica) -> None:
         replica.stamp += 1

@@ -108,8 +108,6 @@ class WorkloadManager:
         self._cache_view.drop(replica_id)
         for conversation in self._fleet.remove_replica(replica_id):
             conversation.retained = False
-        if self._scheduler is not None:
-            self._scheduler.on_replica_down()
         return self._drain(now_s)
 
     def on_turn(self, turn: Turn, now_s: float) -> list[Placement]:
@@ -198,9 +196,7 @@ class WorkloadManager:
         peaks.preemptions_seen = snapshot.preemptions
         peaks.kv_usage = max(peaks.kv_usage, snapshot.kv_usage_peak)
         self._stats.preemptions += preempted
-        if snapshot.kv_capacity_tokens != replica.capacity_tokens:
-            replica.capacity_tokens = snapshot.kv_capacity_tokens
-            self._fleet.freed += 1
+        self._fleet.on_capacity(replica, snapshot.kv_capacity_tokens)
         window = replica.pace.window(snapshot, now_s)
         if window is not None:
             self._step_time.observe(*window)
@@ -238,7 +234,7 @@ class WorkloadManager:
     def on_tick(self, now_s: float) -> list[Placement]:
         """Time has passed: held turns may be overdue. To be called about twice a second."""
         if self._scheduler is not None:
-            self._scheduler.look(now_s)
+            self._scheduler.on_tick(now_s)
         return self._drain(now_s)
 
     def on_weights_updated(self, now_s: float) -> None:

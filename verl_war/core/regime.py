@@ -15,11 +15,10 @@ CHECK_EVERY_TURNS = 16
 MEMORY_TURNS = 1_000.0
 """Turns that the mean context remembers: about a step of a small run."""
 
-UNEVEN_ENTER, UNEVEN_LEAVE = 1.5, 1.2
-"""Slowness of the slowest replica over the fastest's from which on, and to which, a fleet with room counts as loaded:
-stock verl's rule sends a slow replica as much as the others, and the step waits for it (simulated, 16 trajectories on
-each of 4 replicas, one ten times slower: 1.0 of stock's time without this, 4.7 times as fast with it). Equal engines
-differ by up to 1.3."""
+UNEVEN_ENTER, UNEVEN_LEAVE = 1.6, 1.4
+"""Slowness of the slowest replica over the median's from which on, and to which, a fleet with room counts as loaded:
+stock verl's rule sends a slow replica as much as the others, and the step waits for it. Equal engines differ by up to
+1.3, the slowest of a thousand too if they scatter by a tenth."""
 
 MAX_DWELL_FACTOR = 16.0
 """The dwell is doubled up to this when the fleet is loaded again within a dwell of having left that: a load that
@@ -39,7 +38,7 @@ class FleetLoad:
     """Measures how much of the KV the contexts need, and turns it into a regime with hysteresis and a minimum dwell.
 
     `low`: turns go where stock verl sends them, and nothing is held. `high`: contexts may not fit. The load is the
-    largest of three shares of the trusted KV:
+    largest of three shares of the trusted KV, or of what engines say they have if that is less:
 
     * what the contexts of all admitted conversations need;
     * what those of the fullest replica need there: without balance one replica thrashes while others idle;
@@ -63,6 +62,7 @@ class FleetLoad:
         self._turns = 0.0
         self._mean_context_tokens = 0.0
         self._unbegun = 0
+        self._unevenness = 1.0
 
     def on_step_begin(self, num_trajectories: int) -> None:
         """So many trajectories are about to start."""
@@ -96,7 +96,7 @@ class FleetLoad:
         load = max(shares)
         self.load_peak = max(self.load_peak, load)
         config = self._config
-        unevenness = self._unevenness()
+        unevenness = self._unevenness
         if self.regime == "low":
             # Whatever the dwell: to leave a loaded fleet to itself costs more than to change back soon.
             if load < config.enter_kv_share and unevenness < UNEVEN_ENTER:
@@ -121,18 +121,20 @@ class FleetLoad:
         self._changed_s = now_s
         self.was_high |= new == "high"
         needs = "contexts need {:.2f} of the KV, {:.2f} on the fullest replica, {:.2f} expected".format(*shares)
-        return RegimeChange(old, new, f"{needs}; slowest replica {unevenness:.1f} times the fastest's time")
+        return RegimeChange(old, new, f"{needs}; slowest replica {unevenness:.1f} times the median's time")
 
-    def _unevenness(self) -> float:
-        """Slowness of the slowest replica over the fastest's."""
-        paces = [replica.pace.slowness for replica in self._fleet.pool()]
-        return max(paces) / max(min(paces), 1e-9) if paces else 1.0
+    def look_at_speed(self) -> None:
+        """See how much slower than the others the slowest replica is; not at every turn, for it sorts them."""
+        paces = sorted(replica.pace.slowness for replica in self._fleet.pool())
+        self._unevenness = paces[-1] / max(paces[(len(paces) - 1) // 2], 1e-9) if paces else 1.0
 
     def _shares(self) -> tuple[float, float, float]:
         """Needs of all admitted conversations, of the fullest replica's, and of all that are expected."""
         needed = trusted = fullest = 0.0
         least_tokens = self._fleet.least_capacity_tokens  # infinite before any engine has reported
-        for replica in self._fleet.pool():
+        for replica in self._fleet.replicas.values():
+            if not replica.in_pool:
+                continue
             tokens = min(replica.trusted_tokens, replica.capacity_tokens or least_tokens)
             needed += replica.working_set_tokens
             trusted += tokens

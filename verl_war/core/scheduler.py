@@ -97,6 +97,7 @@ class Scheduler:
         """A step of so many trajectories begins, `group_size` of each prompt."""
         self.guard.on_step_begin(not self._fleet.conversations, now_s)
         self._fleet.freed += 1  # the guard may have decided otherwise
+        self._has_thrashed = any(replica.has_thrashed for replica in self._fleet.pool())
         self.groups.on_step_begin(num_trajectories, group_size)
         self.load.on_step_begin(num_trajectories)
         self.look(now_s)
@@ -161,9 +162,11 @@ class Scheduler:
                     break
         return starts
 
-    def on_replica_down(self) -> None:
-        """A replica left the pool, and what was learned of it went with it."""
-        self._has_thrashed = any(replica.has_thrashed for replica in self._fleet.pool())
+    def on_tick(self, now_s: float) -> None:
+        """Time has passed."""
+        if self._config.scheduling.enabled:
+            self.load.look_at_speed()
+        self.look(now_s)
 
     def abandon(self, session_id: str) -> None:
         """The client of a held turn gave it up."""
@@ -200,7 +203,8 @@ class Scheduler:
         if self._config.admission.enabled and replica.has_thrashed and not was_limited:
             self._fleet.freed += 1
             logger.warning(
-                "replica %s: admission unlimited -> limited (its engine lost cache that was needed again)",
+                "replica %s: admission unlimited -> limited (its engine lost cache that was needed again; others are "
+                "filled only as far as conversations fit)",
                 replica.replica_id,
             )
         if changed is not None:

@@ -58,6 +58,11 @@ class Case:
         return f"load{self.load:g}_repeat{self.repeat}"
 
 
+WARM_UP = Case(load=8, repeat=0, seed=0)
+"""The first use of everything, before anything is measured: with two trajectories on each replica, steps of the first
+run that counted still took twice as long as later ones."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One arm serving one case."""
@@ -181,6 +186,15 @@ class FixedWorkPlan:
         else:
             specs = workload.recorded(self.episodes(), round(case.load * self.replicas), case.seed)
         return workload.scaled(specs, self.clock_scale)
+
+    def warm_up(self) -> list[TrajectorySpec]:
+        """Trajectories for the first use of engines: those that fit.
+
+        Raises:
+            ValueError: The trace or the recording is missing or damaged.
+        """
+        fitting = [spec for spec in self.specs(WARM_UP) if spec.final_tokens <= self.kv_tokens]
+        return fitting[: round(WARM_UP.load * self.replicas)]
 
     def episodes(self) -> tuple[Task, ...]:
         """The recording.

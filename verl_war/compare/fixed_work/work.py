@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from verl_war.compare.fixed_work import records
 from verl_war.compare.fixed_work.arms import ARMS, Arm, EngineKind
 from verl_war.compare.fixed_work.engines import EngineSpec, machine_dtype, start_servers, stop_servers
-from verl_war.compare.fixed_work.plan import Case, FixedWorkPlan, Run, plan_from_json
+from verl_war.compare.fixed_work.plan import WARM_UP, Case, FixedWorkPlan, Run, plan_from_json
 from verl_war.compare.fixed_work.progress import MARK
 from verl_war.compare.fixed_work.replay import Engines, Step, replay
 from verl_war.compare.fixed_work.results import EarlierText, Replayed, RunFailed
@@ -29,10 +29,6 @@ from verl_war.version import clone_version
 
 STEPS_APART = 100
 """Policy steps between two runs on an engine: more than any history keeps (`history.window_steps`)."""
-
-WARM_UP = Case(load=8, repeat=0, seed=0)
-"""The first use of everything, before anything is measured: with two trajectories on each replica, steps of the first
-run that counted still took twice as long as later ones."""
 
 EARLIER_SEED = 1_000_000
 """Added to a case's seed for the step before."""
@@ -150,9 +146,10 @@ class Worker:
             engines = Engines(servers=await self._start(spec, plan.replicas), kv_tokens=plan.kv_tokens)
             self._engines[arm.engine] = engines
             say(f"warming up ({arm.engine})")
-            # Without drafts, and with them if it has any; under another name, for engines know arms again by theirs.
-            for first in (ARMS["stock"], dataclasses.replace(arm, name="warm_up")):
-                await self._play(first, engines, self._next_step(plan.specs(WARM_UP), WARM_UP.seed))
+            # Without drafts, and with them; under another name, for engines know arms again by theirs.
+            drafting = dataclasses.replace(ARMS[arm.engine if arm.engine == "war" else arm.name], name="warm_up")
+            for first in (ARMS["stock"], drafting):
+                await self._play(first, engines, self._next_step(plan.warm_up(), WARM_UP.seed))
         return self._engines[arm.engine]
 
     def _next_step(self, specs: Sequence[TrajectorySpec], seed: int) -> Step:
