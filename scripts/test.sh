@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs all checks: ruff, mypy, and pytest (fast tests, then those with verl, vLLM and Ray, then real training).
 #
-#   scripts/test.sh                 everything, an hour on 2 cores
+#   scripts/test.sh                 everything, 40 minutes to an hour on 2 cores
 #   scripts/test.sh -m "not e2e"    any arguments of pytest
 #
 # Sets everything up in .venv first. May be interrupted and run again; leaves no process behind.
