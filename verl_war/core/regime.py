@@ -10,7 +10,9 @@ from verl_war.core.fleet import Fleet
 from verl_war.core.types import Regime
 
 CHECK_EVERY_TURNS = 16
-"""Turns between two looks at a large fleet: a look adds up all replicas."""
+REPLICAS_PER_TURN = 5
+"""Turns between two looks at a fleet, and replicas for each of which that must be one more: a look adds up all of them,
+0.5 ms for a thousand, and one turn in a hundred may wait for that. Ticks look, too, twice a second."""
 
 MEMORY_TURNS = 1_000.0
 """Turns that the mean context remembers: about a step of a small run."""
@@ -82,7 +84,8 @@ class FleetLoad:
 
     def is_due(self) -> bool:
         """Whether a turn that is about to be placed should look at the load first."""
-        return self._turns_unseen >= min(CHECK_EVERY_TURNS, self._fleet.pool_size)
+        size = self._fleet.pool_size
+        return self._turns_unseen >= max(min(CHECK_EVERY_TURNS, size), size // REPLICAS_PER_TURN)
 
     def update(self, is_holding: bool, now_s: float) -> RegimeChange | None:
         """Look at the load; returns the change of the regime, if there is one.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -284,9 +283,7 @@ class Scheduler:
         if turn.group_id and turn.group_id not in replica.group_prompts:
             need_tokens += self._group_tokens(turn.group_id)
         # One that has not told its capacity has hardly more than the others.
-        trusted_tokens = min(
-            replica.trusted_tokens, self._fleet.least_capacity_tokens if not replica.capacity_tokens else math.inf
-        )
+        trusted_tokens = replica.trusted_tokens if replica.capacity_tokens else self._fleet.least_capacity_tokens
         return replica.working_set_tokens + need_tokens <= self._config.admission.admit_fraction * trusted_tokens
 
     def _candidates(self, turn: Turn, conversation: Conversation) -> list[Replica]:

@@ -147,8 +147,8 @@ class Worker:
             self._engines[arm.engine] = engines
             say(f"warming up ({arm.engine})")
             # Without drafts, and with them; under another name, for engines know arms again by theirs.
-            drafting = dataclasses.replace(ARMS[arm.engine if arm.engine == "war" else arm.name], name="warm_up")
-            for first in (ARMS["stock"], drafting):
+            with_drafts = dataclasses.replace(ARMS["war"] if arm.engine == "war" else arm, name="warm_up")
+            for first in (ARMS["stock"], with_drafts):
                 await self._play(first, engines, self._next_step(plan.warm_up(), WARM_UP.seed))
         return self._engines[arm.engine]
 
