@@ -8,7 +8,7 @@ from tests.core.test_scheduler import end, names, reading, turn
 from verl_war.core.config import AdmissionConfig, RegimeConfig, SchedulingConfig, WarConfig, parse_war_config
 from verl_war.core.fleet import Fleet
 from verl_war.core.manager import WorkloadManager
-from verl_war.core.regime import CHECK_EVERY_TURNS, FleetLoad
+from verl_war.core.regime import CHECK_EVERY_TURNS, REPLICAS_PER_TURN, FleetLoad
 from verl_war.core.types import Reason
 
 CAPACITY = 10_000
@@ -146,12 +146,13 @@ def test_engines_that_have_not_reported_and_an_empty_pool_are_no_load():
     assert not is_high(manager)
 
 
-def test_a_large_fleet_is_looked_at_once_in_so_many_turns():
-    manager = manager_of([f"r{i}" for i in range(100)])
+@pytest.mark.parametrize(("replicas", "turns"), [(4, 4), (60, CHECK_EVERY_TURNS), (400, 400 // REPLICAS_PER_TURN)])
+def test_a_fleet_is_looked_at_once_in_so_many_turns(replicas, turns):
+    manager = manager_of([f"r{i}" for i in range(replicas)])
     looks = []
     update = manager._scheduler.load.update
     manager._scheduler.load.update = lambda *args: looks.append(args) or update(*args)
-    for number in range(10 * CHECK_EVERY_TURNS):
+    for number in range(10 * turns):
         manager.on_turn(turn(f"s{number}", 10), 0.0)
     assert len(looks) == 10
 
