@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+from pathlib import Path
 
 import psutil
 
@@ -12,6 +13,9 @@ from .conftest import RUN_LIMIT_S
 
 LOOK_EVERY_S = 0.1
 """The journal is written once a second."""
+
+SOCKETS, WEIGHT_SOCKETS = Path("/tmp"), "rl-colocate-zmq-*.sock"
+"""Where verl hands weights over (`ServerAdapter.zmq_handle`). A training that is killed may leave some."""
 
 ON_S, OFF_S = 0.03, 0.09
 """Of a process that runs at a quarter of its speed."""
@@ -49,6 +53,11 @@ class Victim:
     def has(self, event, step):
         """Whether it has happened in or after a step."""
         return event in self._since(step)
+
+    def wait_for_weights(self):
+        """Until trainers begin to hand weights to engines: verl makes a socket for each engine, and removes it after."""
+        old = set(SOCKETS.glob(WEIGHT_SOCKETS))
+        self.wait(lambda: set(SOCKETS.glob(WEIGHT_SOCKETS)) - old, every_s=0.001)
 
     def engines(self):
         """Pids of the engines that exist, stopped ones among them."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import psutil
@@ -99,3 +100,20 @@ def test_an_engine_that_hangs_and_then_is_slow_and_a_killed_server(broken):
     slowness = [run.steps[3][f"war/replica/{i}/slowness"] for i in (hung, 1 - hung)]
     assert slowness[0] > 1.5 * slowness[1], "it was slow all the time"
     assert [step["war/turns_failed"] for step in run.steps[2:4]] == [0, 0], "slow is not broken"
+
+
+def test_an_engine_that_stops_while_it_takes_weights(broken):
+    def meddle(victim):
+        victim.wait_for("step_begin", 2)
+        engine = victim.engines()[0]  # beforehand: to find it takes as long as the weights do
+        victim.wait_for_weights()
+        os.kill(engine, signal.SIGSTOP)
+        return engine
+
+    hang_s = f"{CONTROLS}.failures.replica_hang_s=20"
+    run, engine, journal = broken(meddle, "trainer.total_training_steps=4", hang_s)
+    assert not psutil.pid_exists(engine)
+    check_trained(run.steps)
+    assert len(lost(journal)) == 1 and sum(step["war/replicas_lost"] for step in run.steps) == 1
+    assert re.search(r"replica \d: up -> down for good .*it did not get the weights", run.console)
+    assert run.steps[1]["timing_s/update_weights"] > 20, "the others were updated meanwhile, and the run went on"
