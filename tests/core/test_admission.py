@@ -188,3 +188,15 @@ def test_thrash_in_spite_of_admission_is_said(caplog, cached_share, warns):
     assert share == pytest.approx(1 - cached_share, abs=0.01)
     assert ("thrashing in spite of admission" in caplog.text) == warns
     assert manager.report()["war/cache_lost_share"] == 0.0, "it is that of the time since the last report"
+
+
+@pytest.mark.parametrize(("factor", "is_another"), [(1.05, False), (2.0, True), (0.5, True)])
+def test_what_was_learnt_of_another_kv_size_is_forgotten(factor, is_another):
+    manager = manager_of(["a"], wait_for_thrash=True)
+    turns_of(manager, 1 + PLAIN_TURNS, 0.5, 1.0)
+    learnt = manager.report()["war/replica/0/trusted_share"]
+    assert learnt < 1.0
+    manager.on_snapshot("a", reading(int(factor * CAPACITY)), 50.0)
+    report = manager.report()
+    assert report["war/replica/0/trusted_share"] == (1.0 if is_another else learnt)
+    assert report["war/replica/0/thrashed"] == (not is_another)

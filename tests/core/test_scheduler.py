@@ -153,6 +153,15 @@ def test_a_hold_ends_at_its_bound_whether_it_fits_or_not():
     assert (starved.session_id, starved.reason) == ("s2", Reason.STARVED)
 
 
+def test_a_context_larger_than_any_replica_is_not_held():
+    manager = manager_of(["a", "b"])
+    for name, size in (("s1", 9_000), ("s2", 9_000), ("fits", CAPACITY)):
+        manager.on_turn(turn(name, size), 0.0)
+    assert manager.held_turns == 1, "it may have a replica to itself"
+    (oversize,) = manager.on_turn(turn("s4", CAPACITY + 1), 1.0)
+    assert oversize.reason is Reason.OVERSIZE, "its engine says that it is too long; no waiting makes it shorter"
+
+
 def test_a_sandbox_is_never_lost_by_a_hold():
     manager = manager_of(["a"], trajectory_ttl_s=100.0, deadline_margin_s=10.0)
     manager.on_turn(turn("s1", 9_000), 0.0)

@@ -159,7 +159,7 @@ def compare(plan: Plan, fresh: bool, stream: TextIO) -> None:
     with locked(plan.out):
         trials = plan.trials()
         for trial in trials:
-            recover(load_state(trial))
+            _end_leftovers(trial, fresh, stream)
         if fresh:  # nothing is deleted for trials that cannot start
             require_memory(plan.memory_bytes, "training")
         claim(plan, fresh)
@@ -169,6 +169,16 @@ def compare(plan: Plan, fresh: bool, stream: TextIO) -> None:
         for trial in trials:
             run_trial(plan, trial, stream)
         write_report(plan, trials, stream)
+
+
+def _end_leftovers(trial: Trial, fresh: bool, stream: TextIO) -> None:
+    """End what an earlier run of the trial left running; what is discarded need not be readable."""
+    try:
+        recover(load_state(trial))
+    except ValueError as error:
+        if not fresh:
+            raise
+        stream.write(f"discarded: {error}\n")
 
 
 def write_report(plan: Plan, trials: list[Trial], stream: TextIO) -> None:

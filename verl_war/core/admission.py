@@ -44,6 +44,9 @@ begins at what is resident, which may be several times the capacity."""
 INCREASE = 0.03
 """Added to the trusted share after a calm look. Small against a decrease: thrash costs more than a gap."""
 
+RESIZED_SHARE = 0.1
+"""Another capacity by more than this is another engine, of which nothing is known yet."""
+
 TRUSTED_SHARE_BOUNDS = (0.1, 4.0)
 """The upper one allows for engines that understate what they hold: host offload, shared prefixes."""
 
@@ -161,6 +164,15 @@ class TrustController:
     """Replicas whose share has been lowered before."""
     _believed_tokens: int = 0
     _lost_tokens: int = 0
+
+    def on_capacity(self, replica: Replica, capacity_tokens: int, now_s: float) -> None:
+        """An engine tells how much KV it has. The share of another capacity that was trusted says nothing of it."""
+        is_resized = abs(capacity_tokens - replica.capacity_tokens) > RESIZED_SHARE * replica.capacity_tokens
+        if not (is_resized and replica.capacity_tokens):
+            return
+        replica.trusted_share, replica.has_thrashed = 1.0, False
+        self._cut.discard(replica.replica_id)
+        self._evidence[replica.replica_id] = _Evidence(changed_s=now_s)
 
     def on_turn_end(self, replica: Replica, believed_tokens: int, cached_tokens: int, retained_since_s: float) -> None:
         """Take in a turn whose KV was left alone since `retained_since_s` and should have been there."""

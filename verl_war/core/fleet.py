@@ -123,8 +123,8 @@ class Fleet:
         self.admitted = 0
         self.freed = 0
         self.pool_size = 0
-        self.least_capacity_tokens = float("inf")
-        """Least capacity that an engine of the pool has told; unlimited while none has."""
+        self.least_capacity_tokens = self.most_capacity_tokens = float("inf")
+        """Least and greatest capacity that an engine of the pool has told; unlimited while none has."""
         self.common_tokens = 0
         """Beginning that the prompts of all groups share: in each cache once, as vLLM's prefix caching has it."""
         self._changes = 0
@@ -278,6 +278,7 @@ class Fleet:
     def _update_capacity(self) -> None:
         told = [replica.capacity_tokens for replica in self.pool() if replica.capacity_tokens]
         self.least_capacity_tokens = float(min(told, default=float("inf")))
+        self.most_capacity_tokens = float(max(told, default=float("inf")))
 
     def _changed(self, replica: Replica) -> None:
         replica.stamp += 1

@@ -196,6 +196,8 @@ class WorkloadManager:
         peaks.preemptions_seen = snapshot.preemptions
         peaks.kv_usage = max(peaks.kv_usage, snapshot.kv_usage_peak)
         self._stats.preemptions += preempted
+        if self._scheduler is not None:
+            self._scheduler.trust.on_capacity(replica, snapshot.kv_capacity_tokens, now_s)
         self._fleet.on_capacity(replica, snapshot.kv_capacity_tokens)
         window = replica.pace.window(snapshot, now_s)
         if window is not None:

@@ -136,6 +136,8 @@ class Scheduler:
                 return [start]
         elif not self._is_admitting:
             return [self._place(turn, conversation, self._candidates(turn, conversation), Reason.PRICED, now_s)]
+        elif turn.prompt_tokens > self._fleet.most_capacity_tokens:
+            return [self._place(turn, conversation, self._candidates(turn, conversation), Reason.OVERSIZE, now_s)]
         remaining = self._progress.remaining_turns(turn.group_id, conversation.turns_begun)
         held = HeldTurn(turn, conversation, now_s)
         self.queue.push(held, remaining, deadline_s(conversation, self._config.admission))

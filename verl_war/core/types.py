@@ -29,8 +29,8 @@ class Reason(str, Enum):
     """Was held for `max_hold_s`; runs although its KV does not fit."""
     DEADLINE = "deadline"
     """Its sandbox would expire; runs although its KV does not fit."""
-    ONLY = "only"
-    """Its KV does not fit, but nothing else is admitted on the replica."""
+    OVERSIZE = "oversize"
+    """Its context is larger than any replica's KV: no waiting helps, and the engine has to say so."""
 
 
 Regime = Literal["low", "high"]

@@ -19,9 +19,9 @@ REASONS: dict[str, str] = {
     Reason.GROUP: "joins the siblings that were placed just before, whose prompt is in the cache",
     Reason.MOVED: "cheaper than its home, the lost cache included",
     Reason.RESUMED: "its KV fits again",
+    Reason.OVERSIZE: "its context is larger than any replica's KV",
     Reason.STARVED: "held for max_hold_s; its KV does not fit",
     Reason.DEADLINE: "its sandbox would expire; its KV does not fit",
-    Reason.ONLY: "nothing else is admitted there; its KV does not fit",
 }
 """Each reason of a placement, as the answer to "why there and why now"."""
 

@@ -42,7 +42,7 @@ class WorkerWatch:
         self._ping_every_s = ping_every_s
         self._prompts: dict[Any, deque[str]] = {worker: deque(maxlen=PROMPTS_KEPT) for worker in workers}
         self._stop = threading.Event()
-        self._has_failed = False
+        self._failed_reports = 0
         self._thread = threading.Thread(target=self._watch, name="war-worker-watch", daemon=True)
         self._thread.start()
 
@@ -81,11 +81,15 @@ class WorkerWatch:
         try:
             failed = self._fail_prompts(set(self._prompts[worker]))
         except Exception:  # whatever it was: verl waits for these prompts for ever, so the thread must live and try on
-            if not self._has_failed:
+            if not self._failed_reports:
                 logger.exception("prompts of a dead agent loop worker could not be reported as failed; tried again")
-            self._has_failed = True
+            self._failed_reports += 1
             return False
-        logger.error("%d prompts of a dead agent loop worker are reported as failed", failed)
+        logger.error(
+            "%d prompts of a dead agent loop worker are reported as failed (after %d tries that failed)",
+            *(failed, self._failed_reports),
+        )
+        self._failed_reports = 0
         return True
 
 
