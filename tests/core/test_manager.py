@@ -227,6 +227,12 @@ def test_decision_times_are_reported_in_microseconds(manager):
     assert report["war/router_decision_p99_us"] == pytest.approx(30)
 
 
+def test_processor_time_is_that_since_the_last_report(manager):
+    for seconds in (0.25, 0.5):
+        manager.on_process_time(seconds)
+    assert [manager.report()["war/router_cpu_s"] for _ in range(2)] == [0.75, 0.0]
+
+
 def test_every_documented_metric_is_reported_and_no_other(manager):
     from verl_war.core.step_stats import METRICS, metric_names
 

@@ -252,6 +252,10 @@ class WorkloadManager:
         """How long the caller measured one `on_turn` to take."""
         self._stats.decision_times_s.append(seconds)
 
+    def on_process_time(self, seconds: float) -> None:
+        """Processor time that the caller's process took since the last report."""
+        self._stats.router_cpu_s += seconds
+
     def forget_sessions(self) -> int:
         """Drop all stickiness, as verl asks when it changes between training and rollout."""
         for conversation in self._fleet.conversations.values():

@@ -51,6 +51,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "war/snapshots_rejected": ("count", "of these, refused because their numbers cannot be"),
     "war/router_decision_p50_us": ("us", "time of one placement decision, validation included, median"),
     "war/router_decision_p99_us": ("us", "the same, 99th percentile"),
+    "war/router_cpu_s": ("s", "processor time of the router's process, everything included, since the last step"),
     "war/turn_s_predicted": ("s", "time that priced turns were expected to take, summed"),
     "war/turn_s_measured": ("s", "time that the same turns took"),
     "war/starts_{reason}": ("count", "turns started for this reason; the reasons are those of `core.types.Reason`"),
@@ -117,6 +118,7 @@ class StepStats:
     prompt_tokens_believed: int = 0
     completion_tokens: int = 0
     computed_tokens: dict[str, int] = field(default_factory=dict)
+    router_cpu_s: float = 0.0
     held_times_s: list[float] = field(default_factory=list)
     decision_times_s: list[float] = field(default_factory=list)
     begin_times_s: list[float] = field(default_factory=list)
@@ -199,6 +201,7 @@ class StepStats:
             "war/imbalance": self._imbalance(replica_ids),
             "war/router_decision_p50_us": percentile(decisions_us, 0.5),
             "war/router_decision_p99_us": percentile(decisions_us, 0.99),
+            "war/router_cpu_s": self.router_cpu_s,
         }
 
     def _imbalance(self, replica_ids: Sequence[str]) -> float:

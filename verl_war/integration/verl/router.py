@@ -66,6 +66,7 @@ class WarRouter:
         self._speculation = SpeculationReport()
         self._speculation_watch = SpeculationWatch(lambda: self._pool.servers, self._on_speculation)
         self._told_peers: dict[str, list[str]] = {}
+        self._process_time_s = time.process_time()
         self._resting: set[str] = set()
         """Replicas that left the pool in good order, as hybrid ones do while they train."""
         self._owners = Owners(self._on_owner_dead)
@@ -231,6 +232,9 @@ class WarRouter:
             self._speculation_watch.read_all({name: self._handles[name] for name in names}, timeout_s),
         )
         manager.on_weights_updated(time.monotonic())
+        used_s = time.process_time()
+        manager.on_process_time(used_s - self._process_time_s)
+        self._process_time_s = used_s
         metrics = manager.report()
         if is_speculating:
             self._resting = {name for name in self._resting if speculation.get(name) is not None}
