@@ -162,6 +162,40 @@ def test_a_context_larger_than_any_replica_is_not_held():
     assert oversize.reason is Reason.OVERSIZE, "its engine says that it is too long; no waiting makes it shorter"
 
 
+def test_a_context_larger_than_any_replica_takes_no_room_from_others():
+    manager = manager_of(["a", "b"])
+    for name in ("s1", "s2"):
+        manager.on_turn(turn(name, 8_000), 0.0)
+    (oversize,) = manager.on_turn(turn("huge", CAPACITY + 1), 1.0)
+    assert (oversize.reason, oversize.held_s) == (Reason.OVERSIZE, 0.0)
+    end(manager, oversize, 1.1, failed=True)
+    assert manager.on_trajectory_end("huge", True, 1.1) == []
+    assert manager.on_turn(turn("small", 3_000), 2.0) == [], "room is as it was"
+    assert manager.report()["war/starts_oversize"] == 1
+
+
+def test_what_exceeds_all_replicas_that_are_left_is_held_no_longer():
+    manager = manager_of(["a", "b"])
+    manager.on_snapshot("b", reading(2 * CAPACITY), 0.0)
+    for name, tokens in (("s1", 17_000), ("s2", 8_000)):
+        manager.on_turn(turn(name, tokens), 0.0)
+    assert manager.on_turn(turn("for b", 15_000), 1.0) == []
+    (started,) = manager.on_replica_down("b", 5.0, is_lost=True)
+    assert (started.session_id, started.replica_id, started.held_s) == ("for b", "a", 4.0)
+    assert started.reason is Reason.OVERSIZE
+
+
+@pytest.mark.parametrize(("capacity", "share"), [(0, 1.0), (CAPACITY, 2.0)])
+def test_an_engine_that_understates_its_kv_or_has_not_told_it_may_take_what_is_large(capacity, share):
+    manager = manager_of(["a"])
+    manager.on_turn(turn("s1", 8_000), 0.0)
+    manager.on_replica_up("b", 0.0)
+    manager.on_snapshot("b", reading(capacity), 0.0)
+    manager._fleet.replicas["b"].trusted_share = share
+    manager.on_turn(turn("s2", 8_000), 0.0)
+    assert manager.on_turn(turn("large", 15_000), 1.0) == [], "it can run there when there is room"
+
+
 def test_a_sandbox_is_never_lost_by_a_hold():
     manager = manager_of(["a"], trajectory_ttl_s=100.0, deadline_margin_s=10.0)
     manager.on_turn(turn("s1", 9_000), 0.0)

@@ -8,11 +8,11 @@ import sys
 import pytest
 
 from tests.core.test_machine_profile import PROFILE
-from tests.replay.conftest import CONFIG, rollout
+from tests.replay.conftest import CONFIG, reading, rollout
 from verl_war.cli import main
 from verl_war.core.journal import EVENTS, JournalError, RecordingManager, as_record, header
 from verl_war.core.manager import WorkloadManager
-from verl_war.core.types import PRICE_TERMS, Reason
+from verl_war.core.types import PRICE_TERMS, Reason, Turn
 from verl_war.replay.decisions import replay_file
 
 
@@ -48,6 +48,24 @@ def test_the_same_decisions_come_out(journal, capsys):
     records = [json.loads(line) for line in lines_of(journal)]
     reasons = {start["reason"] for record in records for start in record.get("starts", [])}
     assert {"priced", "sticky", "resumed"} <= reasons, "the recorded run is worth replaying"
+
+
+def test_a_turn_that_no_replica_can_hold_is_placed_alike_and_explained(tmp_path, capsys):
+    entries = []
+    manager = RecordingManager(CONFIG, False, entries.append)
+    for replica in ("r0", "r1"):
+        manager.on_replica_up(replica, 1.0)
+        manager.on_snapshot(replica, reading(0, 0), 1.0)
+    for number in range(4):
+        manager.on_turn(Turn(session_id=f"s{number}", trajectory_id=f"t{number}", prompt_tokens=15_000), 2.0)
+    manager.on_turn(Turn(session_id="s", trajectory_id="huge", prompt_tokens=20_001), 3.0)
+    path = tmp_path / "journal.jsonl"
+    lines = [header(CONFIG, False), *(as_record(entry) for entry in entries)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert replay_file(path).difference == ""
+    assert main(["replay", str(path), "--why", "huge"]) == 0
+    out = capsys.readouterr().out
+    assert "larger than any replica's KV (oversize)" in out and "held" not in out
 
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])

@@ -89,7 +89,8 @@ class AdmissionConfig:
             trusted capacity.
         pause_fraction: Above this share, conversations that are between turns are paused.
         growth_turns: Turns of growth that the working set reserves for each admitted conversation.
-        max_hold_s: A held turn runs after that time, whether it fits or not.
+        max_hold_s: A held turn runs after that time, whether it fits or not. One whose context exceeds the KV of every
+            replica is not held: its engine can only refuse it.
         trajectory_ttl_s: Life of a trajectory's sandbox from its first turn; null = unlimited. Held turns run
             before it is over.
         deadline_margin_s: How long before that.

@@ -136,10 +136,10 @@ class Scheduler:
                 return [start]
         elif not self._is_admitting:
             return [self._place(turn, conversation, self._candidates(turn, conversation), Reason.PRICED, now_s)]
-        elif turn.prompt_tokens > self._fleet.most_capacity_tokens:
-            return [self._place(turn, conversation, self._candidates(turn, conversation), Reason.OVERSIZE, now_s)]
         remaining = self._progress.remaining_turns(turn.group_id, conversation.turns_begun)
         held = HeldTurn(turn, conversation, now_s)
+        if self._fits_nowhere(turn):
+            return [self._start_held(held, *self._room_for(held), now_s)]
         self.queue.push(held, remaining, deadline_s(conversation, self._config.admission))
         if self._full_since == self._fleet.freed and len(self.queue) > LOOKAHEAD:
             # Nothing was freed since those ranked first did not fit: this one waits behind them.
@@ -153,9 +153,9 @@ class Scheduler:
             return starts
         skipped = 0
         for held in self.queue.in_order():
-            fitting = self._fitting(held.turn, held.conversation)
-            if fitting:
-                starts.append(self._start_held(held, fitting, Reason.RESUMED, now_s))
+            replicas, reason = self._room_for(held)
+            if replicas:
+                starts.append(self._start_held(held, replicas, reason, now_s))
             else:
                 skipped += 1
                 if skipped >= LOOKAHEAD:
@@ -287,6 +287,25 @@ class Scheduler:
         # One that has not told its capacity has hardly more than the others.
         trusted_tokens = replica.trusted_tokens if replica.capacity_tokens else self._fleet.least_capacity_tokens
         return replica.working_set_tokens + need_tokens <= self._config.admission.admit_fraction * trusted_tokens
+
+    def _fits_nowhere(self, turn: Turn) -> bool:
+        """Whether the context alone exceeds the KV of every replica.
+
+        Its engine refuses it whenever it comes (vLLM starts only where `max_model_len` tokens fit in its KV), so that
+        letting it go takes no room from others. One that exceeds only what is trusted would run, at the price of what
+        others have cached there, and is held.
+        """
+        if turn.prompt_tokens <= self._fleet.most_capacity_tokens:
+            return False
+        # Engines that understate their KV are trusted with more, and one that has not told any may have more.
+        return all(turn.prompt_tokens > replica.trusted_tokens for replica in self._fleet.pool())
+
+    def _room_for(self, held: HeldTurn) -> tuple[Sequence[Replica], Reason]:
+        """Replicas among which a turn may start now, none while it has to wait, and why it may."""
+        fitting = self._fitting(held.turn, held.conversation)
+        if not fitting and self._fits_nowhere(held.turn):
+            return self._candidates(held.turn, held.conversation), Reason.OVERSIZE
+        return fitting, Reason.RESUMED
 
     def _candidates(self, turn: Turn, conversation: Conversation) -> list[Replica]:
         if self._is_placing:
