@@ -200,3 +200,21 @@ def test_what_was_learnt_of_another_kv_size_is_forgotten(factor, is_another):
     report = manager.report()
     assert report["war/replica/0/trusted_share"] == (1.0 if is_another else learnt)
     assert report["war/replica/0/thrashed"] == (not is_another)
+
+
+@pytest.mark.parametrize(
+    ("told", "is_another"), [((0, CAPACITY), False), ((0, 2 * CAPACITY), True), ((10_800, 11_600), True)]
+)
+def test_the_size_that_counts_is_the_one_that_was_learnt_of(told, is_another, caplog):
+    """Whether its engine was silent for a while, or changed in small steps."""
+    caplog.set_level("INFO", "verl_war")
+    manager = manager_of(["a"], wait_for_thrash=True)
+    turns_of(manager, 1 + PLAIN_TURNS, 0.5, 1.0)
+    turns_of(manager, PLAIN_TURNS - 1, 0.5, 50.0)
+    for number, capacity in enumerate(told):
+        manager.on_snapshot("a", worked(manager, 0.5, capacity), 100.0 + number)
+    assert bool(manager.report()["war/replica/0/thrashed"]) != is_another
+    assert (f"KV 10000 -> {told[-1]} tokens (its engine reports it" in caplog.text) == is_another
+    turns_of(manager, 1, 0.5, 150.0, capacity=told[-1])
+    share = manager.report()["war/replica/0/trusted_share"]
+    assert (share == 1.0) == is_another, "evidence begins anew, or goes on"

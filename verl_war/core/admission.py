@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 from collections import deque
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from verl_war.core.config import AdmissionConfig
 from verl_war.core.fleet import Conversation, Replica
 from verl_war.core.step_time import StepTime
 from verl_war.core.types import Turn
+
+logger = logging.getLogger(__name__)
 
 EVIDENCE_TURNS = 64
 """Turns that returned before the controller looks at a replica: fewer are chance, and calm looks raise the share."""
@@ -162,14 +165,23 @@ class TrustController:
     _evidence: dict[str, _Evidence] = field(default_factory=dict)
     _cut: set[str] = field(default_factory=set)
     """Replicas whose share has been lowered before."""
+    _learnt_of: dict[str, int] = field(default_factory=dict)
+    """Capacity that a replica had when its evidence began."""
     _believed_tokens: int = 0
     _lost_tokens: int = 0
 
     def on_capacity(self, replica: Replica, capacity_tokens: int, now_s: float) -> None:
         """An engine tells how much KV it has. The share of another capacity that was trusted says nothing of it."""
-        is_resized = abs(capacity_tokens - replica.capacity_tokens) > RESIZED_SHARE * replica.capacity_tokens
-        if not (is_resized and replica.capacity_tokens):
+        if not capacity_tokens:  # it has not told yet
             return
+        learnt_of = self._learnt_of.setdefault(replica.replica_id, capacity_tokens)
+        if abs(capacity_tokens - learnt_of) <= RESIZED_SHARE * learnt_of:
+            return
+        logger.info(
+            "replica %s: KV %d -> %d tokens (its engine reports it; trusted share %.2f -> 1.00, admission begins anew)",
+            *(replica.replica_id, learnt_of, capacity_tokens, replica.trusted_share),
+        )
+        self._learnt_of[replica.replica_id] = capacity_tokens
         replica.trusted_share, replica.has_thrashed = 1.0, False
         self._cut.discard(replica.replica_id)
         self._evidence[replica.replica_id] = _Evidence(changed_s=now_s)
