@@ -52,6 +52,27 @@ def test_fresh_repeats_everything(start_compare, tmp_path):
     assert sorted(path.name for path in (tmp_path / "out" / "stock" / "metrics").iterdir()) == ["attempt-001.jsonl"]
 
 
+def test_fresh_gets_past_a_damaged_state(start_compare, tmp_path):
+    run(start_compare, tmp_path)
+    stock, war = (tmp_path / "out" / arm / "state.json" for arm in ("stock", "war"))
+    stock.write_text('{"status": "comp')
+    output = run(start_compare, tmp_path, code=2)
+    assert f"{stock} is damaged" in output and "use --fresh to discard all results there" in output
+    assert json.loads(war.read_text())["status"] == "complete", "nothing is lost"
+    output = run(start_compare, tmp_path, "--fresh")
+    assert f"stock: {stock} is damaged and is discarded with all results (--fresh)" in output
+    assert [json.loads(path.read_text())["attempts"] for path in (stock, war)] == [1, 1]
+
+
+def test_fresh_discards_no_state_where_nothing_was_compared(start_compare, tmp_path):
+    state = tmp_path / "out" / "stock" / "state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text("of another program")
+    output = run(start_compare, tmp_path, "--fresh", code=2)
+    assert f"{state} is damaged, or no state file" in output and "choose another --out" in output
+    assert state.read_text() == "of another program"
+
+
 def test_fresh_discards_nothing_without_memory_to_repeat_it(start_compare, tmp_path):
     run(start_compare, tmp_path)
     output = run(start_compare, tmp_path, "--fresh", "--memory-gb", "100000", code=2)

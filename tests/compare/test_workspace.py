@@ -10,6 +10,7 @@ from tests.compare.test_series import training, write
 from verl_war.compare.workspace import (
     LAST_PART,
     TRACKER,
+    DamagedState,
     TrialState,
     claim,
     is_complete,
@@ -77,7 +78,26 @@ def test_state_survives_and_foreign_files_are_named(trial):
     save_state(trial, state)
     assert load_state(trial) == state
     (trial.directory / "state.json").write_text('{"color": 1}')
-    with pytest.raises(ValueError, match="is not a state file of verl-war compare"):
+    with pytest.raises(DamagedState, match="no state file of verl-war compare .*'color'"):
+        load_state(trial)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"[]", b"null", b'{"status": "comp', b"\xff\xfe", b"[" * 100_000),
+        *(b'{"status": "done"}', b'{"attempts": "2"}', b'{"run_id": 5}', b'{"scratch": null}', b'{"seconds": "1"}'),
+    ],
+)
+def test_a_damaged_state_is_named_with_its_remedy(trial, content):
+    path = trial.directory / "state.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    with pytest.raises(DamagedState) as error:
+        load_state(trial)
+    assert str(error.value).startswith(f"{path} is damaged") and "remove that file" in str(error.value)
+    (trial.directory.parent / "plan.json").touch()
+    with pytest.raises(DamagedState, match="use --fresh to discard all results there, or choose another --out"):
         load_state(trial)
 
 

@@ -24,7 +24,7 @@ from verl_war.compare.report import Runs, summarise
 from verl_war.compare.series import read_series
 from verl_war.compare.tables import as_text, comparison_rows, markdown_report, notes
 from verl_war.compare.trial import Interrupted, interruptible, prepare_data, recover, run_trial
-from verl_war.compare.workspace import claim, load_state, locked, write_atomically
+from verl_war.compare.workspace import DamagedState, claim, load_state, locked, write_atomically
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -172,13 +172,20 @@ def compare(plan: Plan, fresh: bool, stream: TextIO) -> None:
 
 
 def _end_leftovers(trial: Trial, fresh: bool, stream: TextIO) -> None:
-    """End what an earlier run of the trial left running; what is discarded need not be readable."""
+    """End what an earlier run of the trial left running; with `fresh` its state need not be readable.
+
+    Raises:
+        DamagedState: It is not, and nobody asked to discard it.
+    """
     try:
         recover(load_state(trial))
-    except ValueError as error:
-        if not fresh:
+    except DamagedState as error:
+        if not (fresh and error.can_be_discarded):
             raise
-        stream.write(f"discarded: {error}\n")
+        stream.write(
+            f"{trial.name}: {error.path} is damaged and is discarded with all results (--fresh); whether an earlier "
+            "run left something in /tmp/war-* is unknown\n"
+        )
 
 
 def write_report(plan: Plan, trials: list[Trial], stream: TextIO) -> None:

@@ -8,9 +8,9 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, get_args
 
 from verl_war.compare.plan import Plan, Trial
 from verl_war.compare.series import read_series
@@ -47,19 +47,53 @@ class TrialState:
     seconds: float = 0.0
 
 
+class DamagedState(ValueError):
+    """The state file of a trial cannot be read.
+
+    Attributes:
+        path: The file.
+        can_be_discarded: Whether ``--fresh`` would, since a comparison was made in that directory.
+    """
+
+    def __init__(self, path: Path, cause: Exception) -> None:
+        self.path = path
+        self.can_be_discarded = (path.parents[1] / "plan.json").exists()
+        discard = "use --fresh to discard all results there" if self.can_be_discarded else "remove that file"
+        super().__init__(
+            f"{path} is damaged, or no state file of verl-war compare ({cause!r:.200}); {discard}, or choose another "
+            "--out"
+        )
+
+
 def load_state(trial: Trial) -> TrialState:
     """The state of ``trial``, a fresh one when it never started.
 
     Raises:
-        ValueError: The file is not ours.
+        DamagedState: The file cannot be read.
     """
     path = _state_file(trial)
     if not path.exists():
         return TrialState()
     try:
-        return TrialState(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not a state file of verl-war compare; use --fresh or another --out") from error
+        state = TrialState(**json.loads(path.read_text()))
+        _require_types(state)
+        return state
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise DamagedState(path, error) from error
+
+
+def _require_types(state: TrialState) -> None:
+    """Check what JSON does not.
+
+    Raises:
+        ValueError: A value is of another type than its default, or the status is none.
+    """
+    for field in fields(state):
+        value, expected = getattr(state, field.name), type(field.default)
+        if not isinstance(value, (int, float) if expected is float else expected):
+            raise ValueError(f"{field.name}={value!r:.40}, expected a value of type {expected.__name__}")
+    if state.status not in get_args(Status):
+        raise ValueError(f"status={state.status!r:.40}, expected one of {', '.join(get_args(Status))}")
 
 
 def save_state(trial: Trial, state: TrialState) -> None:
