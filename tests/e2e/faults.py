@@ -55,7 +55,7 @@ class Victim:
         return event in self._since(step)
 
     def wait_for_weights(self):
-        """Until trainers begin to hand weights to engines: verl makes a socket for each engine, and removes it after."""
+        """Until trainers begin to hand weights to engines: verl makes a socket for each one, and removes it after."""
         old = set(SOCKETS.glob(WEIGHT_SOCKETS))
         self.wait(lambda: set(SOCKETS.glob(WEIGHT_SOCKETS)) - old, every_s=0.001)
 
