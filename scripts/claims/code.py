@@ -12,7 +12,7 @@ from verl_war.support import format_matrix
 @claim
 def metrics() -> str:
     """All metrics."""
-    all_metrics = step_stats.METRICS | speculation_report.METRICS
+    all_metrics = step_stats.METRICS | speculation_report.METRICS | step_stats.TRAINER_METRICS
     rows = [[f"`{name}`", unit, source] for name, (unit, source) in all_metrics.items()]
     return table(["metric", "unit", "what it is"], rows)
 

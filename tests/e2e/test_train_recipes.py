@@ -18,7 +18,7 @@ ZERO_UNLESS_IN_TROUBLE = {
     *("war/trajectories_failed", "war/turns_failed", "war/turns_aborted", "war/preemptions", "war/trajectories_live"),
     *("war/replicas_lost", "war/snapshots_missing", "war/snapshots_rejected", "war/turns_overdue"),
     *("war/spec/faults", "war/spec/replicas_stopped", "war/spec/replicas_missing", "war/spec/refused_tokens"),
-    *("war/spec/failed_saves", "war/spec/kv_limited_steps"),
+    *("war/spec/failed_saves", "war/spec/kv_limited_steps", "war/worker_reports_failed"),
 }
 """Counts that stay zero in a healthy synchronous run; unit tests move them."""
 
@@ -73,6 +73,7 @@ def test_war(train):
 
 def check_war_metrics(step):
     names = step_stats.metric_names(replicas=2) | speculation_report.metric_names()
+    names |= {name: name for name in step_stats.TRAINER_METRICS}
     logged = {key: value for key, value in step.items() if key.startswith("war/")}
     assert set(logged) == set(names)
     still = {names[name] for name, value in logged.items() if value == 0}

@@ -34,7 +34,8 @@ def war_rows(metrics: dict[str, dict[str, float]]) -> list[list[str]]:
     rows = [["metric", "unit", "median", "min", "max"]]
     replicas = 1 + max((int(part) for key in metrics for part in key.split("/") if part.isdigit()), default=0)
     names = step_stats.metric_names(replicas) | speculation_report.metric_names()
-    metrics_table = step_stats.METRICS | speculation_report.METRICS
+    names |= {name: name for name in step_stats.TRAINER_METRICS}
+    metrics_table = step_stats.METRICS | speculation_report.METRICS | step_stats.TRAINER_METRICS
     for key, values in metrics.items():
         unit = metrics_table[names[key]][0] if key in names else NOTHING
         rows.append([key, unit, *(f"{values[name]:.6g}" for name in ("median", "min", "max"))])

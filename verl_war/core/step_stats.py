@@ -79,6 +79,14 @@ METRICS: dict[str, tuple[str, str]] = {
 }
 """Metric name -> (unit, source). `{i}` is the replica's number in order of joining."""
 
+TRAINER_METRICS: dict[str, tuple[str, str]] = {
+    "war/worker_reports_failed": (
+        "count",
+        "tries to report the prompts of dead agent loop workers as failed that failed themselves; each is repeated",
+    ),
+}
+"""The same for what the trainer's process counts itself (`integration.verl.step_metrics`)."""
+
 
 def metric_names(replicas: int) -> dict[str, str]:
     """Every metric of a fleet of so many replicas -> its name in `METRICS`."""

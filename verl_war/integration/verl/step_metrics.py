@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from verl_war.core.config import WarConfig
+from verl_war.core.step_stats import TRAINER_METRICS
 from verl_war.integration.verl.failures import RouterNotConfiguredError, cause_of
 
 logger = logging.getLogger(__name__)
@@ -19,6 +21,14 @@ ROUTER_RETURN_S = 60.0
 
 _router: Any = None
 _settings: tuple[WarConfig, bool] = (WarConfig(), False)
+_counted: deque[str] = deque()
+"""Names of `TRAINER_METRICS`, once for each time; threads append to it."""
+
+
+def count(name: str) -> None:
+    """Count one more in a metric of this process. Any thread may."""
+    assert name in TRAINER_METRICS, name
+    _counted.append(name)
 
 
 def attach(router: Any, config: WarConfig, full_determinism: bool) -> None:
@@ -42,7 +52,8 @@ def consume() -> dict[str, float]:
     while True:
         try:
             # The router's own time-out fires first and names the cause; this one only covers a dead router.
-            return ray.get(_router.step_metrics.remote(), timeout=2 * _settings[0].metrics_timeout_s)
+            metrics = ray.get(_router.step_metrics.remote(), timeout=2 * _settings[0].metrics_timeout_s)
+            return metrics | _take_counts()
         except (ActorDiedError, ActorUnavailableError) as error:
             if time.monotonic() > deadline_s:
                 raise
@@ -50,3 +61,10 @@ def consume() -> dict[str, float]:
             time.sleep(1.0)
         except RouterNotConfiguredError:
             ray.get(_router.join.remote(*_settings, "trainer", None, None))
+
+
+def _take_counts() -> dict[str, float]:
+    counts = dict.fromkeys(TRAINER_METRICS, 0.0)
+    while _counted:
+        counts[_counted.popleft()] += 1
+    return counts

@@ -16,6 +16,7 @@ import ray
 import transfer_queue as tq
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
+from verl_war.integration.verl import step_metrics
 from verl_war.integration.verl.failures import cause_of
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,10 @@ class WorkerWatch:
         """Report a dead worker's prompts; whether that succeeded."""
         try:
             failed = self._fail_prompts(set(self._prompts[worker]))
-        except Exception:  # whatever it was: verl waits for these prompts for ever, so the thread must live and try on
+        # Whatever it was: TransferQueue lets through RuntimeError, errors of Ray, of ZeroMQ and of its own bookkeeping,
+        # and verl waits for these prompts for ever, so the thread must live and try on.
+        except Exception:
+            step_metrics.count("war/worker_reports_failed")
             if not self._failed_reports:
                 logger.exception("prompts of a dead agent loop worker could not be reported as failed; tried again")
             self._failed_reports += 1
