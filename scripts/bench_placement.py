@@ -258,9 +258,10 @@ if __name__ == "__main__":
     parser.add_argument("--repeats", type=int, default=3, help="workloads of each load; twice as many of the first")
     parser.add_argument("--seed", type=int, default=1, help="of the first workload")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
+    options = parser.parse_args()  # before Ray starts, so that --help does not start it
     with tempfile.TemporaryDirectory(prefix="war") as ray_dir:
         ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100_000_000, _temp_dir=ray_dir,
                  log_to_driver=False, _system_config={"worker_niceness": 0},
                  runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[1])}})  # fmt: skip
-        asyncio.run(main(parser.parse_args(), "python -m scripts.bench_placement " + " ".join(sys.argv[1:])))
+        asyncio.run(main(options, "python -m scripts.bench_placement " + " ".join(sys.argv[1:])))
         ray.shutdown()
