@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import median
 from typing import Any
 
 from scripts.claims.marks import claim
@@ -55,18 +54,3 @@ def fixed_work_kv(folder: str, *loads: str) -> str:
     """Peak of the base's contexts over the KV at some loads."""
     rows, base = _rows(folder), _report(folder)["plan"]["arms"][0]
     return " / ".join(f"{rows[base, load]['medians']['contexts over KV, peak']:.1f}" for load in loads)
-
-
-@claim
-def longer_steps(folder: str, load: str) -> str:
-    """How much longer an engine step takes that could draft and is switched off, in the medians over the repeats."""
-
-    def step_s(arm: str) -> float:
-        repeats = range(1, _report(folder)["plan"]["repeats"] + 1)
-        names = {f"load{load}_repeat{repeat}_{arm}" for repeat in repeats}
-        totals = [
-            run["totals"] for run in _report(folder)["runs"] if run["name"] in names and run["status"] == "complete"
-        ]
-        return median(run["busy_s"] / run["engine_steps"] for run in totals)
-
-    return f"{step_s('war_no_speculation') / step_s('stock') - 1:.0%}"
