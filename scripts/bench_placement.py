@@ -79,7 +79,8 @@ async def calibrate(fleet: Fleet, seed: int) -> tuple[HardwareProfile, list[dict
     rows = []
     for load in CALIBRATION_LOADS:
         specs = generate(dataclasses.replace(SHAPE, turns_mean=6.0), load * REPLICAS, seed + load)
-        rows += await fleet.work(stock, specs, seed)
+        # With few trajectories a replica may get none, and then tells nothing.
+        rows += [row for row in await fleet.work(stock, specs, seed) if row["busy_s"] > 0]
     hardware = fit(rows)
     for row in rows:
         row["fitted_s"] = _fitted_s(hardware, row)
