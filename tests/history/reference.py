@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from verl_war.history.index import MATCH_BUCKETS, NO_GROUP, NO_SOURCE
 
 OWN, SIBLINGS, EARLIER, GLOBAL = range(4)
+ELECTORATES = {OWN: 0, SIBLINGS: 1, EARLIER: 1, GLOBAL: 2}
 PAGE = 256
 LONG_MATCH = 32
-ENOUGH_LONG = 12
+ENOUGH_LONG = 24
 LOCAL_ENOUGH = 16
 MAX_VOTERS = 24
 
@@ -29,6 +30,7 @@ class Candidate:
     match: int
     text: Text
     next: int
+    source: int
     weight: float = 0.0
     token: int = -1
 
@@ -91,9 +93,9 @@ class ReferenceIndex:
         return None if kin else GLOBAL
 
     def candidates(self, me, context):
-        found = {source: [] for source in range(4)}
+        found = [[] for _ in range(3)]
         for chain in range(3):
-            longest = max((candidate.match for some in found.values() for candidate in some), default=0)
+            longest = max((candidate.match for some in found for candidate in some), default=0)
             if len(context) < self.min_match[chain] or (chain == 2 and longest >= LOCAL_ENOUGH):
                 continue
             count = long_ones = 0
@@ -106,7 +108,7 @@ class ReferenceIndex:
                 length = self.match(text, offset, context)
                 if length < self.min_match[chain]:
                     continue
-                found[source].append(Candidate(length, text, offset + 1))
+                found[ELECTORATES[source]].append(Candidate(length, text, offset + 1, source))
                 long_ones += length >= LONG_MATCH
                 count += 1
                 if long_ones == ENOUGH_LONG or count == self.max_candidates:
@@ -129,8 +131,8 @@ class ReferenceIndex:
         bucket = max(i for i, start in enumerate(MATCH_BUCKETS) if start <= length)
         return float(self.table[source][bucket])
 
-    def vote(self, me, source, voters, max_tokens, min_prob, at_end):
-        tokens, probs, path, score = [], [], 1.0, 0.0
+    def vote(self, me, voters, max_tokens, min_prob, at_end):
+        tokens, probs, path, score, first = [], [], 1.0, 0.0, None
         for ahead in range(max_tokens):
             active = []
             for voter in voters:
@@ -150,17 +152,18 @@ class ReferenceIndex:
             token = max(shares, key=shares.get)
             voters = [voter for voter in active if voter.token == token]
             leader = max(voters, key=lambda voter: voter.weight)
+            first = first or leader
             prior = self.vote_prior * leader.weight
             others = max(0.0, sum(voter.weight for voter in active) - leader.weight)
             agreeing = max(0.0, shares[token] - leader.weight)
-            prob = (agreeing + prior * self.prior(source, leader.match + ahead)) / (others + prior)
+            prob = (agreeing + prior * self.prior(leader.source, leader.match + ahead)) / (others + prior)
             if path * prob < min_prob:
                 break
             path *= prob
             score += path
             tokens.append(token)
             probs.append(prob)
-        return tokens, probs, score
+        return tokens, probs, score, first
 
     def draft(self, key, max_tokens, min_prob, context=None):
         """(tokens, probs, match_length, source, votes, score)"""
@@ -170,11 +173,11 @@ class ReferenceIndex:
         best = ([], [], 0, NO_SOURCE, 0, 0.0)
         if max_tokens == 0:
             return best
-        for source, voters in self.candidates(me, context).items():
+        for voters in self.candidates(me, context):
             if not voters:
                 continue
             voters = self.weigh(me, voters)
-            tokens, probs, score = self.vote(me, source, list(voters), max_tokens, min_prob, at_end)
+            tokens, probs, score, first = self.vote(me, list(voters), max_tokens, min_prob, at_end)
             if score > best[5]:
-                best = (tokens, probs, voters[0].match, source, len(voters), score)
+                best = (tokens, probs, first.match, first.source, len(voters), score)
         return best
