@@ -151,15 +151,15 @@ def test_a_trajectory_whose_turn_is_held_is_not_forgotten():
     assert placement.trajectory_id == "held"
 
 
-def test_a_prompt_larger_than_any_cache_runs_when_a_replica_is_empty():
+def test_a_prompt_larger_than_any_cache_goes_to_its_engine_which_refuses_it():
     manager = manager_of(replicas=1)
     assert manager.on_turn(turn("small"), 1.0)
-    assert manager.on_turn(turn("giant", 50_000), 1.0) == []
-    (placement,) = manager.on_trajectory_end("small", True, 2.0)
+    (placement,) = manager.on_turn(turn("giant", 50_000), 1.0)
     assert placement.trajectory_id == "giant"
     assert manager.on_turn(turn("next"), 3.0) == []
-    (placement,) = manager.on_trajectory_end("giant", False, 4.0)
+    (placement,) = manager.on_trajectory_end("giant", True, 4.0)
     assert placement.trajectory_id == "next"
+    manager.on_trajectory_end("small", False, 5.0)
     manager.on_trajectory_end("next", False, 5.0)
     assert is_empty(manager)
 

@@ -32,8 +32,8 @@ struct Candidate {
 
 // Who votes together: the own text, the samples of the same prompt, whichever step they are of, and all else. Siblings
 // that voted alone, against earlier steps as a whole, drafted worse than earlier steps without them. Replay of scripted
-// agents (8 tasks, third step, 8 at a time), accepted tokens a draft: without siblings 10.65, apart 10.38, together 10.73;
-// with a tenth of the tokens at random 2.21, 2.17, 2.27, and 0.36 of the drafted tokens were accepted instead of 0.33.
+// agents (8 tasks, third step, 8 at a time), accepted tokens a draft: without siblings 10.65, apart 10.38, together
+// 10.73; with a tenth of the tokens at random 2.21, 2.17, 2.27, and 0.36 of the drafted tokens were accepted, not 0.33.
 constexpr int kNumElectorates = 3;
 
 int electorate_of(int source) { return source == kOwn ? 0 : source == kGlobal ? 2 : 1; }
