@@ -339,13 +339,16 @@ async def test_releases_that_make_no_sense_change_nothing(make_rig, fast, caplog
     assert len([record for record in caplog.records if "is not pending there" in record.message]) == 3
 
 
-async def test_a_prompt_larger_than_any_cache_runs_alone(make_rig, fast):
+async def test_a_prompt_larger_than_any_cache_goes_to_an_engine_at_once_and_takes_no_room(make_rig, fast):
     rig, client = await full_rig(make_rig)
     giant = ask(client, "giant", tokens=50_000)
-    await until(lambda: rig.manager.held_turns == 1)
+    await until(lambda: sum(rig.served().values()) == 2)
+    await ask_and_be_held(rig, client, "second")
+    assert (await rig.war_router.step_metrics())["war/starts_oversize"] == 1
     ends(rig)
+    client.end_trajectory("giant", failed=False)
     client.end_trajectory("first0", failed=False)
-    await asyncio.wait_for(giant, 5)
+    giant.cancel()
 
 
 async def test_identical_prompts_in_all_groups_and_groups_of_one(make_rig, fast):
