@@ -11,6 +11,8 @@ from verl_war.patches import (
     verl_trajectory_numbers,
     verl_value_head,
     vllm_draft_cliff,
+    vllm_drafts_from_output,
+    vllm_drafts_in_output,
     vllm_expand_kernel,
     vllm_live_weights,
     vllm_stat_logger,
@@ -36,5 +38,7 @@ PATCHES: tuple[Patch, ...] = (
     vllm_stat_logger.PATCH,
     vllm_suffix_proposer.PATCH,
     vllm_draft_cliff.PATCH,
+    vllm_drafts_in_output.PATCH,
+    vllm_drafts_from_output.PATCH,
     vllm_stop_strings.PATCH,
 )
