@@ -163,16 +163,47 @@ def preempted_prompts(contexts):
 
 def reference_answers():
     """Answers of an engine without speculation, in a process of its own."""
-    code = (
-        "import json, sys; from tests.exactness import engine as e\n"
-        "json.dump(e.ask_everything(e.make_engine()), open(sys.argv[1], 'w'))"
+    return run_alone("json.dump(e.ask_everything(e.make_engine()), out)")
+
+
+def answers_of_a_worker_process():
+    """Greedy answers of a speculating engine as verl runs it: engine and worker are processes, and do not share one."""
+    return run_alone(
+        "json.dump(e.watch_drafts(e.make_engine({'mode': 'always'}, distributed_executor_backend='mp')), out)",
+        VLLM_ENABLE_V1_MULTIPROCESSING="1",
+        VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # functions are sent to the worker
     )
+
+
+def watch_drafts(engine):
+    """Greedy answers, how often the engine asked its worker for drafts, and what came of them."""
+
+    def count(wrapper):
+        worker = wrapper.worker
+        ask, worker.times_asked = worker.take_draft_token_ids, 0
+
+        def counted():
+            worker.times_asked += 1
+            return ask()
+
+        worker.take_draft_token_ids = counted
+
+    engine.collective_rpc(count)
+    answers = generate(engine, conversations(engine.get_tokenizer()), GREEDY)
+    (times_asked,) = engine.collective_rpc(lambda wrapper: wrapper.worker.times_asked)
+    (report,) = engine.collective_rpc("war_speculation_stats")
+    return {"answers": answers, "times_asked": times_asked, "report": report}
+
+
+def run_alone(statement, **environment):
+    """What a statement writes to `out` in a process of its own, where `e` is this module."""
+    code = f"import json, sys; from tests.exactness import engine as e\nwith open(sys.argv[1], 'w') as out: {statement}"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answers.json"
         done = subprocess.run(
             [sys.executable, "-c", code, str(path)],
             cwd=ROOT,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, **environment},
             capture_output=True,
             text=True,
         )

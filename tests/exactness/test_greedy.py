@@ -29,3 +29,11 @@ def test_these_answers_were_really_drafted(answers, engine):
     (report,) = engine.collective_rpc("war_speculation_stats")
     assert report["accepted_tokens"] > 1000 and report["mean_acceptance_length"] > 2
     assert report["disabled"] == "" and report["faults"] == 0 and report["refused_requests"] == 0
+
+
+def test_drafts_travel_with_the_tokens_to_an_engine_in_another_process(reference):
+    watched = engines.answers_of_a_worker_process()
+    for expected, found in zip(reference["greedy"], watched["answers"], strict=True):
+        assert found["tokens"] == expected["tokens"]
+    assert watched["times_asked"] == 0, "vLLM asks the worker after every step, if drafts did not come with the tokens"
+    assert watched["report"]["accepted_tokens"] > 50

@@ -105,7 +105,7 @@ def test_linear_layers_keep_their_weight_and_follow_it():
     import torch
 
     layer = torch.nn.Linear(4, 3)
-    x = torch.randn(2, 4)
+    x = torch.arange(8.0).reshape(2, 4)  # sums of whole numbers are the same in any order
     vllm_live_weights.PATCH.make(None)(layer, remove_weight=True)
     assert torch.equal(layer.cpu_linear(x, layer.weight, layer.bias), layer(x))
     with torch.no_grad():
