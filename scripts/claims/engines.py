@@ -135,6 +135,23 @@ def switched_off_worst() -> str:
     return f"{max(row['off ratio'] / ((1 + row['plain again ratio']) / 2) for row in rows) - 1:.1%}"
 
 
+@claim
+def draft_message() -> str:
+    """The same where the worker is another process, with and without drafts that travel with the tokens."""
+    arms = ("plain again", "war off", "war off, drafts asked for")
+    rows = [
+        [live, f"{row['plain ms']:.2f}", *(_error(row, arm) for arm in arms)]
+        for live, row in read("speculation/off/draft_message.json")["batches"].items()
+    ]
+    return table(["live requests", "plain engine, ms per step", *(f"{arm} / plain" for arm in arms)], rows)
+
+
+@claim
+def draft_message_repeats() -> str:
+    """How often each batch was measured."""
+    return str(read("speculation/off/draft_message.json")["repeats"])
+
+
 def _cases(folder: str) -> dict[str, Any]:
     return {str(case["load"]): case for case in read(f"{folder}/placement.json")["cases"]}
 

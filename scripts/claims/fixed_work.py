@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from scripts.claims.marks import claim
-from scripts.claims.results import read, table, times
+from scripts.claims.results import read, span, table, times
 
 
 def _report(folder: str) -> Any:
@@ -47,6 +47,13 @@ def fixed_work_speedup(folder: str, arm: str, *loads: str) -> str:
     """One arm's speed-ups at some loads."""
     rows = _rows(folder)
     return times(rows[arm, load]["speed_up"]["mean"] for load in loads)
+
+
+@claim
+def fixed_work_span(folder: str, arm: str, *loads: str) -> str:
+    """Least and greatest of one arm's speed-ups at some loads."""
+    rows = _rows(folder)
+    return span(rows[arm, load]["speed_up"]["mean"] for load in loads)
 
 
 @claim
