@@ -389,6 +389,20 @@ async def test_a_hundred_thousand_at_once(make_rig):
     assert rig.manager.held_turns == 0 and not rig.manager._trajectories and not rig.war_router._turns._admissions
 
 
+def _level_of(beginning, caplog):
+    return next(record.levelname for record in caplog.records if record.message.startswith(beginning))
+
+
+async def test_a_router_that_goes_when_nobody_needs_it_is_no_warning(make_rig, fast, caplog):
+    caplog.set_level("INFO", "verl_war")
+    rig = make_rig(1)
+    client = rig.client()
+    await client.link._join()
+    rig.router.die()
+    await until(lambda: "router: up -> down" in caplog.text)
+    assert _level_of("router: up -> down", caplog) == "INFO"
+
+
 async def test_a_router_that_is_started_again_learns_settings_and_pool_from_a_client(make_rig, fast, caplog):
     from verl_war.integration.verl.router import WarRouter
 
@@ -410,7 +424,7 @@ async def test_a_router_that_is_started_again_learns_settings_and_pool_from_a_cl
     assert (await asyncio.wait_for(again, 10)).token_ids == [7, 8]
     assert set(await fresh.get_all_servers()) == {"r1", "later"}
     assert fresh._config == client.war_config
-    assert "router: down -> up" in caplog.text
+    assert _level_of("router: up -> down", caplog) == "WARNING" and "router: down -> up" in caplog.text
     client.end_trajectory("first0", failed=False)  # of a trajectory that it never heard of
 
 

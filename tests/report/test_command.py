@@ -95,6 +95,15 @@ def test_nothing_finished_and_nothing_at_all(tiny_journal, tmp_path, capsys):
     assert "The journal holds no events." in (tmp_path / "r.html").read_text()
 
 
+def test_metrics_alone_are_told_in_a_line_and_that_a_journal_is_missing(tmp_path, capsys):
+    logged = [{"step": step, "data": {"timing_s/step": 20.0 * step, "timing_s/gen": 10.0 / step}} for step in (1, 2, 3)]
+    (tmp_path / "exp.jsonl").write_text("\n".join(json.dumps(it) for it in logged) + "\n")
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "r.html")]) == 0
+    text = capsys.readouterr().out
+    assert "exp.jsonl: 3 steps, median step 40.0 s, median rollout 5.0 s\n" in text
+    assert "no journal" in text and "custom.war.journal_path=FILE" in text
+
+
 def test_a_directory_gives_all_that_is_in_it(tiny_journal, tmp_path, capsys):
     run = tmp_path / "run"
     (run / "metrics").mkdir(parents=True)

@@ -17,6 +17,7 @@ def test_table_plot_and_json(tmp_path, capsys):
     assert main(arguments) == 0
     table = capsys.readouterr().out
     assert "trajectories per replica" in table and "upper_bound" in table and "ideal" in table
+    assert "no text can be drafted without --acceptance" in table
     assert (out / "simulate.png").stat().st_size > 5000
     assert (out / "simulate.txt").read_text() in table
     report = json.loads((out / "simulate.json").read_text())
@@ -57,7 +58,8 @@ def test_acceptance_makes_engines_speculate(tmp_path, capsys):
 
     rows, world = ratios("--policies", "war,war_scheduling_only,war_speculation_only", "--acceptance", "peaked")
     assert world["name"] == "peaked" and world["run_tokens"] == 15.0
-    assert "1 seeds, acceptance peaked" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "1 seeds, acceptance peaked" in told and "without --acceptance" not in told
     assert rows["war"]["accepted_share"] > 0.2 and rows["war_speculation_only"]["ratio_mean"] > 1.05
     assert rows["stock"]["accepted_share"] == rows["war_scheduling_only"]["accepted_share"] == 0
     assert rows["ideal"]["ratio_mean"] > rows["war"]["ratio_mean"]

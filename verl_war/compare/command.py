@@ -29,6 +29,9 @@ from verl_war.compare.workspace import DamagedState, claim, load_state, locked, 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 
+MIN_REPEATS_TO_JUDGE = 3
+"""Of each arm; with fewer, `verl-war unchanged` can compare the first step, and nothing that is learnt."""
+
 CPU_STALL_MINUTES = 30.0
 """Start-up and first step of the demo model take 2 minutes on two free cores, and 10 on busy ones."""
 
@@ -206,7 +209,7 @@ def write_report(plan: Plan, trials: list[Trial], stream: TextIO) -> None:
     stream.write(f"plots:       {', '.join(str(path) for path in plots)}\n")
     for trial in trials:
         stream.write(f"{trial.name + ':':12} {trial.directory}/ ({TRIAL_CONTENT})\n")
-    if len(plan.arms) == 2:
+    if len(plan.arms) == 2 and plan.repeats >= MIN_REPEATS_TO_JUDGE:
         stream.write(f"is RL unchanged? verl-war unchanged {shlex.quote(str(plan.out))}\n")
 
 

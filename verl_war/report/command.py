@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import shutil
+import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,12 @@ EXIT_USAGE = 2
 
 LARGE_MB = 20
 """From here on reading takes so long that one asks what is going on: some 2 MB are read in a second."""
+
+NO_JOURNAL = (
+    "no journal: what the router did (load, regimes, moves, the critical path) is not in the page; a run writes one "
+    "with actor_rollout_ref.rollout.custom.war.journal_path=FILE"
+)
+"""What is printed where there are only files of metrics."""
 
 DASHBOARD = Path(__file__).parent / "grafana" / "verl_war.json"
 """For Grafana; its queries are to the Prometheus that `rollout.prometheus` of verl sets up."""
@@ -79,12 +86,26 @@ def write_report(run: Path, out: Path, stream: TextIO) -> None:
     logged = {path: _logged(path) for path in files.metrics}
     for analysis in analyses:
         stream.write(as_text(analysis) + "\n\n")
+    for path, steps in logged.items():
+        stream.write(_metrics_line(path, steps) + "\n")
+    if not analyses:
+        stream.write(NO_JOURNAL + "\n")
     # Imported late: the summary should not wait for it.
     from verl_war.report.page import page
 
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page(f"WAR: {run.resolve().name}", analyses, logged), encoding="utf-8")
     stream.write(f"page: {out}\n")
+
+
+def _metrics_line(path: Path, steps: Mapping[int, Mapping[str, float]]) -> str:
+    """How many steps a file of metrics has, and how long they took."""
+    line = f"{path}: {len(steps)} steps"
+    for name, metric in (("step", "timing_s/step"), ("rollout", "timing_s/gen")):
+        seconds = [data[metric] for data in steps.values() if metric in data]
+        if seconds:
+            line += f", median {name} {statistics.median(seconds):.1f} s"
+    return line
 
 
 def _analyse(path: Path) -> Analysis:

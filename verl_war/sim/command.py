@@ -120,6 +120,8 @@ def simulate(study: Study, options: argparse.Namespace, stream: TextIO) -> None:
     table = as_text(summaries, title)
     (folder / "simulate.txt").write_text(table + "\n")
     stream.write(f"{table}\n\nresults: {folder / 'simulate.json'}, simulate.png, simulate.txt\n")
+    if study.acceptance is None:
+        stream.write("schedules alone: no text can be drafted without --acceptance\n")
     if stopped:
         raise Stopped("stopped; the results are of the loads and seeds that were complete")
 

@@ -201,7 +201,8 @@ class RouterLink:
         except ROUTER_LOST_ERRORS as error:
             self._listening = None
             try:
-                await self._join(error)
+                # The end of a run takes the router first, when nobody needs it any more.
+                await self._join(error, is_missed=bool(self._answers or self._outbox))
             except RayError as final:
                 self._on_new_router(final)
         except RayError as error:
@@ -231,15 +232,15 @@ class RouterLink:
             return
         self._pool = pool
 
-    async def _join(self, error: BaseException | None = None) -> None:
+    async def _join(self, error: BaseException | None = None, is_missed: bool = True) -> None:
         """Join the router, or wait until it is there again; all turns of the process wait for the same attempt."""
         if self._joining is None or self._joining.done():
-            self._joining = asyncio.ensure_future(self._join_until(error))
+            self._joining = asyncio.ensure_future(self._join_until(error, is_missed))
         await asyncio.shield(self._joining)
 
-    async def _join_until(self, error: BaseException | None) -> None:
+    async def _join_until(self, error: BaseException | None, is_missed: bool) -> None:
         if error is not None:
-            logger.warning("router: up -> down (%s)", cause_of(error))
+            logger.log(logging.WARNING if is_missed else logging.INFO, "router: up -> down (%s)", cause_of(error))
         deadline_s = time.monotonic() + ROUTER_RETURN_S
         handle = _own_actor()
         known = "" if self._pool is None else self._pool.router
