@@ -20,8 +20,8 @@ COMPARISON = (ROOT / "recipes" / "baseline_comparison" / "README.md").read_text(
 
 def shell_commands(text):
     """Every `verl-war` of the blocks of code, as words."""
-    blocks = re.findall(r"^```(?:bash)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = "\n".join(block for language, block in blocks if language in ("", "bash")).replace("\\\n", " ").splitlines()
     found = (re.fullmatch(r"\s*(?:\.venv/bin/)?verl-war (.*)", line) for line in lines)
     return [shlex.split(re.sub(r"\$\(.*?\)", "1", match[1]), comments=True) for match in found if match]
 

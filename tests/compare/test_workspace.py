@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -77,9 +78,14 @@ def test_state_survives_and_foreign_files_are_named(trial):
     state = TrialState(status="failed", attempts=2, run_id="a", scratch="/tmp/war-x", started_at_s=1.0, seconds=2.5)
     save_state(trial, state)
     assert load_state(trial) == state
+    save_state(trial, replace(state, status="running"))
+    assert load_state(trial).status == "running"
     (trial.directory / "state.json").write_text('{"color": 1}')
     with pytest.raises(DamagedState, match="no state file of verl-war compare .*'color'"):
         load_state(trial)
+
+
+RUNNING = b'{"status": "running", "run_id": "a", "started_at_s": 1.0, "scratch": "%s"}'
 
 
 @pytest.mark.parametrize(
@@ -87,6 +93,8 @@ def test_state_survives_and_foreign_files_are_named(trial):
     [
         *(b"", b"[]", b"null", b'{"status": "comp', b"\xff\xfe", b"[" * 100_000),
         *(b'{"status": "done"}', b'{"attempts": "2"}', b'{"run_id": 5}', b'{"scratch": null}', b'{"seconds": "1"}'),
+        *(b'{"status": "running"}', RUNNING % b"", RUNNING % b"/home/war-x", RUNNING % b"/tmp/../home/war-x"),
+        *(RUNNING % b"/tmp/other", RUNNING % b"war-x", RUNNING % b"/tmp"),
     ],
 )
 def test_a_damaged_state_is_named_with_its_remedy(trial, content):

@@ -156,10 +156,10 @@ def test_a_prompt_larger_than_any_cache_goes_to_its_engine_which_refuses_it():
     assert manager.on_turn(turn("small"), 1.0)
     (placement,) = manager.on_turn(turn("giant", 50_000), 1.0)
     assert placement.trajectory_id == "giant"
-    assert manager.on_turn(turn("next"), 3.0) == []
-    (placement,) = manager.on_trajectory_end("giant", True, 4.0)
+    assert manager.on_turn(turn("next", 7_500), 3.0) == []
+    assert manager.on_trajectory_end("giant", True, 4.0) == [], "it took no room"
+    (placement,) = manager.on_trajectory_end("small", False, 5.0)
     assert placement.trajectory_id == "next"
-    manager.on_trajectory_end("small", False, 5.0)
     manager.on_trajectory_end("next", False, 5.0)
     assert is_empty(manager)
 

@@ -4,6 +4,7 @@ import pytest
 
 from verl_war.core.config import AdmissionConfig, RegimeConfig, SchedulingConfig, WarConfig
 from verl_war.core.manager import WorkloadManager
+from verl_war.core.scheduler import LOOKAHEAD
 from verl_war.core.types import Reason, ReplicaSnapshot, Turn, TurnResult
 
 CAPACITY = 10_000
@@ -64,7 +65,7 @@ def test_a_group_prompt_counts_once_on_a_replica():
 
 def test_one_is_always_admitted_however_large():
     manager = manager_of(["a"])
-    (placed,) = manager.on_turn(turn("huge", 50_000), 0.0)
+    (placed,) = manager.on_turn(turn("huge", CAPACITY), 0.0)
     assert placed.replica_id == "a"
     assert manager.on_turn(turn("small", 10), 0.0) == []
     assert names(manager.on_trajectory_end("huge", True, 1.0)) == ["small"]
@@ -166,12 +167,49 @@ def test_a_context_larger_than_any_replica_takes_no_room_from_others():
     manager = manager_of(["a", "b"])
     for name in ("s1", "s2"):
         manager.on_turn(turn(name, 8_000), 0.0)
+    before = {name: replica.working_set_tokens for name, replica in manager._fleet.replicas.items()}
     (oversize,) = manager.on_turn(turn("huge", CAPACITY + 1), 1.0)
     assert (oversize.reason, oversize.held_s) == (Reason.OVERSIZE, 0.0)
+    assert {name: replica.working_set_tokens for name, replica in manager._fleet.replicas.items()} == before
+    assert manager.on_turn(turn("small", 3_000), 1.0) == [], "room is as it was"
+    (small,) = manager.on_trajectory_end("s1", False, 1.0)
+    assert small.session_id == "small", "while the one that is too long is still there"
     end(manager, oversize, 1.1, failed=True)
     assert manager.on_trajectory_end("huge", True, 1.1) == []
-    assert manager.on_turn(turn("small", 3_000), 2.0) == [], "room is as it was"
     assert manager.report()["war/starts_oversize"] == 1
+
+
+def test_a_context_larger_than_any_replica_pauses_nobody():
+    manager = manager_of(["a"])
+    for name in ("s1", "s2", "s3"):
+        (started,) = manager.on_turn(turn(name, 2_000), 0.0)
+        end(manager, started, 0.5)
+    assert manager.on_turn(turn("huge", CAPACITY + 1), 1.0)
+    (again,) = manager.on_turn(turn("s1", 2_500), 2.0)
+    assert again.reason is Reason.STICKY
+    assert manager.report()["war/turns_paused"] == 0
+
+
+def test_a_group_whose_prompt_is_larger_than_any_replica_reserves_nothing():
+    manager = manager_of(["a", "b"])
+    manager.on_step_begin(1, 8, 0.0, 4)
+    for number in range(4):
+        (started,) = manager.on_turn(turn(f"huge{number}", CAPACITY + 1, group="g"), 1.0)
+        assert started.reason is Reason.OVERSIZE
+    assert all(replica.reserved_tokens == 0 for replica in manager._fleet.replicas.values())
+    assert all(replica.working_set_tokens == 0 for replica in manager._fleet.replicas.values())
+
+
+def test_what_fits_nowhere_any_more_is_found_far_back_in_the_queue():
+    manager = manager_of(["a", "b"])
+    manager.on_snapshot("b", reading(2 * CAPACITY), 0.0)
+    for name, tokens in (("s1", 17_000), ("s2", 8_000)):
+        manager.on_turn(turn(name, tokens), 0.0)
+    for number in range(2 * LOOKAHEAD):
+        assert manager.on_turn(turn(f"held{number}", 9_000), 0.5) == []
+    assert manager.on_turn(turn("for b", 15_000), 1.0) == []
+    (started,) = manager.on_replica_down("b", 5.0, is_lost=True)
+    assert (started.session_id, started.reason) == ("for b", Reason.OVERSIZE)
 
 
 def test_what_exceeds_all_replicas_that_are_left_is_held_no_longer():

@@ -22,15 +22,21 @@ from verl_war.compare.machine import require_memory
 from verl_war.compare.plan import Plan, Trial
 from verl_war.compare.processes import marked_processes, remove_shared_memory, stop_all, tree
 from verl_war.compare.progress import Display
-from verl_war.compare.workspace import Status, TrialState, is_complete, load_state, rewind, save_state
+from verl_war.compare.workspace import (
+    SCRATCH_PARENT,
+    SCRATCH_PREFIX,
+    Status,
+    TrialState,
+    is_complete,
+    load_state,
+    rewind,
+    save_state,
+)
 from verl_war.version import clone_version
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-
-SCRATCH_PARENT = Path("/tmp")
-"""Socket paths may have 107 bytes and Ray's take 70 of them, so a deep TMPDIR would not do."""
 
 
 class Interrupted(BaseException):
@@ -182,7 +188,7 @@ def _attempt(trial: Trial, state: TrialState, repo: Path) -> Iterator[tuple[str,
 def scratch_directory() -> Iterator[tuple[str, Path]]:
     """A fresh run id and temporary directory."""
     parent = SCRATCH_PARENT if os.access(SCRATCH_PARENT, os.W_OK) else Path(tempfile.gettempdir())
-    folder = Path(tempfile.mkdtemp(prefix="war-", dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=parent))
     try:
         yield uuid.uuid4().hex, folder
     finally:

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -16,6 +17,12 @@ from verl_war.compare.plan import Plan, Trial
 from verl_war.compare.series import read_series
 
 Status = Literal["new", "running", "interrupted", "failed", "complete"]
+
+SCRATCH_PARENT = Path("/tmp")
+"""Socket paths may have 107 bytes and Ray's take 70 of them, so a deep TMPDIR would not do."""
+
+SCRATCH_PREFIX = "war-"
+"""Of the names of trials' temporary directories."""
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """verl's note of the checkpoint to resume from."""
@@ -94,6 +101,18 @@ def _require_types(state: TrialState) -> None:
             raise ValueError(f"{field.name}={value!r:.40}, expected a value of type {expected.__name__}")
     if state.status not in get_args(Status):
         raise ValueError(f"status={state.status!r:.40}, expected one of {', '.join(get_args(Status))}")
+    # What is left of such a trial is ended and deleted: nothing else may be named here.
+    if state.status == "running" and not (state.run_id and state.started_at_s > 0 and is_scratch(Path(state.scratch))):
+        raise ValueError(
+            f"run_id={state.run_id!r:.40}, started_at_s={state.started_at_s!r:.40}, scratch={state.scratch!r:.80}, "
+            "expected those of a running trial"
+        )
+
+
+def is_scratch(folder: Path) -> bool:
+    """Whether a path is that of a trial's temporary directory."""
+    parents = (SCRATCH_PARENT, Path(tempfile.gettempdir()))
+    return folder.name.startswith(SCRATCH_PREFIX) and folder.parent in parents and ".." not in folder.parts
 
 
 def save_state(trial: Trial, state: TrialState) -> None:

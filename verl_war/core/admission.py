@@ -170,13 +170,17 @@ class TrustController:
     _believed_tokens: int = 0
     _lost_tokens: int = 0
 
-    def on_capacity(self, replica: Replica, capacity_tokens: int, now_s: float) -> None:
-        """An engine tells how much KV it has. The share of another capacity that was trusted says nothing of it."""
+    def on_capacity(self, replica: Replica, capacity_tokens: int, now_s: float) -> bool:
+        """An engine tells how much KV it has. The share of another capacity that was trusted says nothing of it.
+
+        Returns:
+            Whether the evidence begins anew.
+        """
         if not capacity_tokens:  # it has not told yet
-            return
+            return False
         learnt_of = self._learnt_of.setdefault(replica.replica_id, capacity_tokens)
         if abs(capacity_tokens - learnt_of) <= RESIZED_SHARE * learnt_of:
-            return
+            return False
         logger.info(
             "replica %s: KV %d -> %d tokens (its engine reports it; trusted share %.2f -> 1.00, admission begins anew)",
             *(replica.replica_id, learnt_of, capacity_tokens, replica.trusted_share),
@@ -185,6 +189,7 @@ class TrustController:
         replica.trusted_share, replica.has_thrashed = 1.0, False
         self._cut.discard(replica.replica_id)
         self._evidence[replica.replica_id] = _Evidence(changed_s=now_s)
+        return True
 
     def on_turn_end(self, replica: Replica, believed_tokens: int, cached_tokens: int, retained_since_s: float) -> None:
         """Take in a turn whose KV was left alone since `retained_since_s` and should have been there."""

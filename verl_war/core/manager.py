@@ -196,8 +196,9 @@ class WorkloadManager:
         peaks.preemptions_seen = snapshot.preemptions
         peaks.kv_usage = max(peaks.kv_usage, snapshot.kv_usage_peak)
         self._stats.preemptions += preempted
-        if self._scheduler is not None:
-            self._scheduler.trust.on_capacity(replica, snapshot.kv_capacity_tokens, now_s)
+        begins_anew = self._scheduler is not None and self._scheduler.on_capacity(
+            replica, snapshot.kv_capacity_tokens, now_s
+        )
         self._fleet.on_capacity(replica, snapshot.kv_capacity_tokens)
         window = replica.pace.window(snapshot, now_s)
         if window is not None:
@@ -206,8 +207,9 @@ class WorkloadManager:
             self._fleet.on_pace(replica)
         if self._scheduler is not None:
             self._scheduler.placement.model = self._step_time.value()
-            busy_s = None if window is None else window.known_busy_s
-            self._scheduler.trust.on_reading(replica, busy_s, max(0, preempted), now_s)
+            if not begins_anew:  # this reading is of the time before
+                busy_s = None if window is None else window.known_busy_s
+                self._scheduler.trust.on_reading(replica, busy_s, max(0, preempted), now_s)
             self._scheduler.control(replica, now_s)
         return self._drain(now_s)
 

@@ -78,6 +78,7 @@ class Scheduler:
         self._common_blocks: tuple[int, ...] | None = None
         self._full_since: int | None = None
         self._has_thrashed = False
+        self._most_capacity_tokens = 0
 
     @property
     def is_in_force(self) -> bool:
@@ -129,7 +130,8 @@ class Scheduler:
         self.load.on_turn(turn.prompt_tokens, is_first=not conversation.turns_begun)
         if self.load.is_due():
             self.look(now_s)
-        self._fleet.resize(conversation, turn.prompt_tokens, self._need_tokens(turn))
+        is_oversize = self._fits_nowhere(turn)
+        self._fleet.resize(conversation, turn.prompt_tokens, 0.0 if is_oversize else self._need_tokens(turn))
         if conversation.admitted:
             start = self._continue(turn, conversation, now_s)
             if start is not None:
@@ -138,8 +140,8 @@ class Scheduler:
             return [self._place(turn, conversation, self._candidates(turn, conversation), Reason.PRICED, now_s)]
         remaining = self._progress.remaining_turns(turn.group_id, conversation.turns_begun)
         held = HeldTurn(turn, conversation, now_s)
-        if self._fits_nowhere(turn):
-            return [self._start_held(held, *self._room_for(held), now_s)]
+        if is_oversize:
+            return [self._start_oversize(held, now_s)]
         self.queue.push(held, remaining, deadline_s(conversation, self._config.admission))
         if self._full_since == self._fleet.freed and len(self.queue) > LOOKAHEAD:
             # Nothing was freed since those ranked first did not fit: this one waits behind them.
@@ -148,20 +150,28 @@ class Scheduler:
 
     def drain(self, now_s: float) -> list[Start]:
         """Start the held turns that must run or that fit now."""
-        starts = self._overdue(now_s)
+        starts = self._overdue(now_s) + self._grown_too_long(now_s)
         if not self.queue or self._full_since == self._fleet.freed or not self._fleet.pool_size:
             return starts
         skipped = 0
         for held in self.queue.in_order():
-            replicas, reason = self._room_for(held)
+            replicas = self._fitting(held.turn, held.conversation)
             if replicas:
-                starts.append(self._start_held(held, replicas, reason, now_s))
+                starts.append(self._start_held(held, replicas, Reason.RESUMED, now_s))
             else:
                 skipped += 1
                 if skipped >= LOOKAHEAD:
                     self._full_since = self._fleet.freed
                     break
         return starts
+
+    def on_capacity(self, replica: Replica, capacity_tokens: int, now_s: float) -> bool:
+        """An engine tells how much KV it has; returns whether what was learnt of the replica is forgotten for it."""
+        if not self.trust.on_capacity(replica, capacity_tokens, now_s):
+            return False
+        self._has_thrashed = any(other.has_thrashed for other in self._fleet.pool())
+        self._fleet.freed += 1
+        return True
 
     def on_tick(self, now_s: float) -> None:
         """Time has passed."""
@@ -300,12 +310,18 @@ class Scheduler:
         # Engines that understate their KV are trusted with more, and one that has not told any may have more.
         return all(turn.prompt_tokens > replica.trusted_tokens for replica in self._fleet.pool())
 
-    def _room_for(self, held: HeldTurn) -> tuple[Sequence[Replica], Reason]:
-        """Replicas among which a turn may start now, none while it has to wait, and why it may."""
-        fitting = self._fitting(held.turn, held.conversation)
-        if not fitting and self._fits_nowhere(held.turn):
-            return self._candidates(held.turn, held.conversation), Reason.OVERSIZE
-        return fitting, Reason.RESUMED
+    def _grown_too_long(self, now_s: float) -> list[Start]:
+        """Held turns that fit nowhere since the largest replica left or shrank, wherever they are in the queue."""
+        before, self._most_capacity_tokens = self._most_capacity_tokens, self._fleet.most_capacity_tokens
+        if self._most_capacity_tokens >= before or not self._fleet.pool_size:
+            return []
+        too_long = [held for held in self.queue.in_order() if self._fits_nowhere(held.turn)]
+        return [self._start_oversize(held, now_s) for held in too_long]
+
+    def _start_oversize(self, held: HeldTurn, now_s: float) -> Start:
+        """Let a turn go that its engine will refuse: it counts nothing in the working set."""
+        self._fleet.resize(held.conversation, held.turn.prompt_tokens, 0.0)
+        return self._start_held(held, self._candidates(held.turn, held.conversation), Reason.OVERSIZE, now_s)
 
     def _candidates(self, turn: Turn, conversation: Conversation) -> list[Replica]:
         if self._is_placing:
@@ -352,7 +368,7 @@ class Scheduler:
                 reason = Reason.GROUP if reason is Reason.PRICED else reason
             else:
                 replica, terms = self.placement.cheapest(turn, conversation, replicas, now_s)
-            if not conversation.turns_begun:
+            if not conversation.turns_begun and reason is not Reason.OVERSIZE:
                 self.groups.on_placed(turn.group_id, replica, conversation.need_tokens)
         else:
             fewest = min(replica.inflight for replica in replicas)
@@ -368,7 +384,8 @@ class Scheduler:
     ) -> Start:  # fmt: skip
         if conversation.replica_id != replica.replica_id:
             conversation.retained = False
-        self._fleet.admit(conversation, replica, conversation.need_tokens, self._group_tokens(turn.group_id))
+        group_tokens = 0 if reason is Reason.OVERSIZE else self._group_tokens(turn.group_id)
+        self._fleet.admit(conversation, replica, conversation.need_tokens, group_tokens)
         return Start(turn, conversation, replica, reason, terms, held_s)
 
 

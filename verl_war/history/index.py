@@ -49,7 +49,8 @@ class Draft(NamedTuple):
     Attributes:
         tokens: int32[n]; n = 0 when nothing matched or nothing was likely enough.
         probs: float32[n]; estimated probability that the model takes this token, given that it took those before.
-        match_length: Tokens of context that the best match shares, at most `max_match_tokens`; 0 without a match.
+        match_length: Tokens of context that the place shares which decided the first token, at most
+            `max_match_tokens`; 0 without a match.
         source: Index into `SOURCES`, or `NO_SOURCE`.
         votes: Earlier places that the draft was voted from.
         score: Expected accepted tokens: sum over the draft of the running product of `probs`.

@@ -6,7 +6,7 @@ The class stands in for `SuffixDecodingProposer` in vLLM's model runner (patch `
 What an engine that can speculate loses while it does not (vLLM 0.27.1): on CPU vLLM's way through its drafter, about
 0.05 ms of a step at 1 to 64 requests, and in `auto` mode the planner's look at the step, about as much again
 (scripts/bench_speculation_off.py). vLLM also asks the worker for drafts in a message of its own after every step, 0.1
-to 0.3 ms where the worker is another process; patches `vllm_drafts_*` send them with the tokens instead
+to 0.2 ms where the worker is another process; patches `vllm_drafts_*` send them with the tokens instead
 (scripts/bench_draft_message.py). On GPU asynchronous scheduling (`vllm/config/vllm.py:1106`: only draft models and
 n-grams on the GPU keep it; on CPU no engine has it, `platforms/cpu.py:144`) and full CUDA graphs, because they are
 captured for query length 1 + K (`gpu_model_runner.py:860, 3912`) or not at all with a draft length that changes
