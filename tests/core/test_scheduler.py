@@ -393,3 +393,18 @@ def test_predicted_and_measured_time_of_priced_turns_are_compared():
     report = manager.report()
     assert report["war/turn_s_predicted"] == pytest.approx(placed.price_s["turn_s"])
     assert report["war/turn_s_measured"] == 2.5
+
+
+def test_another_kv_size_frees_newcomers_and_begins_with_what_comes_after():
+    manager = WorkloadManager(WarConfig(admission=AdmissionConfig(enabled=True, wait_for_thrash=True)))
+    for name in ("a", "b"):
+        manager.on_replica_up(name, 0.0)
+        manager.on_snapshot(name, reading(CAPACITY), 0.0)
+    scheduler = manager._scheduler
+    manager._fleet.replicas["a"].has_thrashed = scheduler._has_thrashed = True
+    preempted = reading(CAPACITY // 2, preemptions=40)
+    manager.on_snapshot("a", preempted, 1.0)
+    assert not scheduler._has_thrashed, "the fleet is limited by nobody any more"
+    assert scheduler.trust._evidence["a"].preemptions == 0, "those were of the KV before"
+    manager.on_snapshot("a", reading(CAPACITY // 2, preemptions=41), 2.0)
+    assert scheduler.trust._evidence["a"].preemptions == 1

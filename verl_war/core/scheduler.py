@@ -78,7 +78,7 @@ class Scheduler:
         self._common_blocks: tuple[int, ...] | None = None
         self._full_since: int | None = None
         self._has_thrashed = False
-        self._most_capacity_tokens = 0
+        self._most_capacity_tokens = float("inf")
 
     @property
     def is_in_force(self) -> bool:
