@@ -196,21 +196,20 @@ class WorkloadManager:
         peaks.preemptions_seen = snapshot.preemptions
         peaks.kv_usage = max(peaks.kv_usage, snapshot.kv_usage_peak)
         self._stats.preemptions += preempted
-        begins_anew = self._scheduler is not None and self._scheduler.on_capacity(
-            replica, snapshot.kv_capacity_tokens, now_s
-        )
+        scheduler = self._scheduler
+        begins_anew = scheduler is not None and scheduler.on_capacity(replica, snapshot.kv_capacity_tokens, now_s)
         self._fleet.on_capacity(replica, snapshot.kv_capacity_tokens)
         window = replica.pace.window(snapshot, now_s)
         if window is not None:
             self._step_time.observe(*window)
             replica.pace.update(window, self._step_time.value())
             self._fleet.on_pace(replica)
-        if self._scheduler is not None:
-            self._scheduler.placement.model = self._step_time.value()
+        if scheduler is not None:
+            scheduler.placement.model = self._step_time.value()
             if not begins_anew:  # this reading is of the time before
                 busy_s = None if window is None else window.known_busy_s
-                self._scheduler.trust.on_reading(replica, busy_s, max(0, preempted), now_s)
-            self._scheduler.control(replica, now_s)
+                scheduler.trust.on_reading(replica, busy_s, max(0, preempted), now_s)
+            scheduler.control(replica, now_s)
         return self._drain(now_s)
 
     def on_snapshot_missing(self, replica_id: str, now_s: float, is_rejected: bool = False) -> list[Placement]:
