@@ -23,6 +23,7 @@ from typing import Any
 
 from scripts import bench_speculation as bench
 from scripts import speculation_workload as work
+from scripts.bench_speculation_off import median_ratio
 
 ARMS = {"plain": "plain", "plain again": "plain", "war off": "war", "war off, drafts asked for": "war"}
 """Arm -> kind of engine."""
@@ -86,12 +87,7 @@ def summary(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     """Median step of the plain engine, and medians of the others' ratios to it, repeat by repeat, with their error."""
     result = {"plain ms": 1e3 * statistics.median(seconds["plain"])}
     for arm in list(seconds)[1:]:
-        ratios = sorted(mine / plain for mine, plain in zip(seconds[arm], seconds["plain"], strict=True))
-        quarter = len(ratios) // 4
-        result[f"{arm} ratio"] = statistics.median(ratios)
-        # Of the median of n values: 1.2533 * sigma / sqrt(n), sigma from the quartiles of a normal distribution.
-        spread = ratios[-quarter - 1] - ratios[quarter]
-        result[f"{arm} error"] = 1.2533 * spread / 1.349 / len(ratios) ** 0.5
+        result[f"{arm} ratio"], result[f"{arm} error"] = median_ratio(seconds[arm], seconds["plain"])
     return result
 
 

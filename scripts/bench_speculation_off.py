@@ -17,6 +17,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +102,19 @@ def summary(times: dict[str, list[float]]) -> dict[str, float]:
     """Medians, and medians of the ratios of neighbouring blocks over the plain engine's, with their error."""
     result = {f"{arm} ms": 1e3 * statistics.median(times[arm]) for arm in times}
     for arm in ARMS[1:]:
-        ratios = sorted(time_s / plain_s for time_s, plain_s in zip(times[arm], times["plain"], strict=True))
-        quarter = len(ratios) // 4
-        spread = ratios[-quarter - 1] - ratios[quarter]
-        result[f"{arm} ratio"] = statistics.median(ratios)
-        # Of the median of n values: 1.2533 * sigma / sqrt(n), sigma from the quartiles of a normal distribution.
-        result[f"{arm} error"] = 1.2533 * spread / 1.349 / len(ratios) ** 0.5
+        result[f"{arm} ratio"], result[f"{arm} error"] = median_ratio(times[arm], times["plain"])
     return result
+
+
+def median_ratio(times: Sequence[float], plain: Sequence[float]) -> tuple[float, float]:
+    """Median of the ratios of neighbours, and its standard error.
+
+    Of the median of n values that is 1.2533 * sigma / sqrt(n), sigma from the quartiles of a normal distribution.
+    """
+    ratios = sorted(time_s / plain_s for time_s, plain_s in zip(times, plain, strict=True))
+    quarter = len(ratios) // 4
+    spread = ratios[-quarter - 1] - ratios[quarter]
+    return statistics.median(ratios), 1.2533 * spread / 1.349 / len(ratios) ** 0.5
 
 
 def table(title: str, cells: dict[int, dict[str, float]]) -> str:

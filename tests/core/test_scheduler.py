@@ -232,6 +232,9 @@ def test_an_engine_that_understates_its_kv_or_has_not_told_it_may_take_what_is_l
     manager._fleet.replicas["b"].trusted_share = share
     manager.on_turn(turn("s2", 8_000), 0.0)
     assert manager.on_turn(turn("large", 15_000), 1.0) == [], "it can run there when there is room"
+    manager._fleet.replicas["b"].trusted_share = 1.0
+    started = manager.on_snapshot("b", reading(CAPACITY), 2.0) + manager.on_trajectory_end("s1", False, 3.0)
+    assert ("large", Reason.OVERSIZE) in [(start.session_id, start.reason) for start in started], "it is known not to"
 
 
 def test_a_sandbox_is_never_lost_by_a_hold():

@@ -339,7 +339,7 @@ async def test_releases_that_make_no_sense_change_nothing(make_rig, fast, caplog
     assert len([record for record in caplog.records if "is not pending there" in record.message]) == 3
 
 
-async def test_a_prompt_larger_than_any_cache_goes_to_an_engine_at_once_and_takes_no_room(make_rig, fast):
+async def test_a_prompt_larger_than_any_cache_goes_to_an_engine_at_once(make_rig, fast):
     rig, client = await full_rig(make_rig)
     giant = ask(client, "giant", tokens=50_000)
     await until(lambda: sum(rig.served().values()) == 2)

@@ -158,6 +158,8 @@ class Scheduler:
             replicas = self._fitting(held.turn, held.conversation)
             if replicas:
                 starts.append(self._start_held(held, replicas, Reason.RESUMED, now_s))
+            elif self._fits_nowhere(held.turn):  # the last replica that might have had more told its KV
+                starts.append(self._start_oversize(held, now_s))
             else:
                 skipped += 1
                 if skipped >= LOOKAHEAD:
