@@ -190,6 +190,17 @@ def test_a_context_larger_than_any_replica_pauses_nobody():
     assert manager.report()["war/turns_paused"] == 0
 
 
+def test_a_conversation_that_grows_too_long_pauses_nobody():
+    manager = manager_of(["a"])
+    for name in ("s1", "s2", "s3"):
+        (started,) = manager.on_turn(turn(name, 2_000), 0.0)
+        end(manager, started, 0.5)
+    (grown,) = manager.on_turn(turn("s3", CAPACITY + 1), 1.0)
+    assert grown.reason is Reason.STICKY
+    assert manager.on_turn(turn("s1", 2_500), 2.0)
+    assert manager.report()["war/turns_paused"] == 0
+
+
 def test_a_group_whose_prompt_is_larger_than_any_replica_reserves_nothing():
     manager = manager_of(["a", "b"])
     manager.on_step_begin(1, 8, 0.0, 4)
