@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -16,6 +18,9 @@ LOOK_EVERY_S = 0.1
 
 SOCKETS, WEIGHT_SOCKETS = Path("/tmp"), "rl-colocate-zmq-*.sock"
 """Where verl hands weights over (`ServerAdapter.zmq_handle`). A training that is killed may leave some."""
+
+WEIGHTS_S = 3.0
+"""A hand-over that still goes on after it waits for the stopped engine; far less than a replica may hang."""
 
 ON_S, OFF_S = 0.03, 0.09
 """Of a process that runs at a quarter of its speed."""
@@ -54,10 +59,20 @@ class Victim:
         """Whether it has happened in or after a step."""
         return event in self._since(step)
 
-    def wait_for_weights(self):
-        """Until trainers begin to hand weights to engines: verl makes a socket for each one, and removes it after."""
-        old = set(SOCKETS.glob(WEIGHT_SOCKETS))
-        self.wait(lambda: set(SOCKETS.glob(WEIGHT_SOCKETS)) - old, every_s=0.001)
+    def stop_in_weights(self, pid):
+        """Stop an engine while trainers hand it weights; tried again in a later step where the stop came too late.
+
+        verl makes a socket for each engine, and removes it once the engine has its weights. Small models' are there for
+        a tenth of a second, which a busy machine may let pass between two looks.
+        """
+        while True:
+            old = set(SOCKETS.glob(WEIGHT_SOCKETS))
+            self.wait(lambda old=old: set(SOCKETS.glob(WEIGHT_SOCKETS)) - old, every_s=0.001)
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(WEIGHTS_S)
+            if set(SOCKETS.glob(WEIGHT_SOCKETS)) - old:
+                return
+            os.kill(pid, signal.SIGCONT)
 
     def engines(self):
         """Pids of the engines that exist, stopped ones among them."""
