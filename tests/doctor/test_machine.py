@@ -155,3 +155,10 @@ def test_processes_that_end_while_we_look_are_passed_over():
     child.wait()
     child.stdout.close()
     assert {item.status for item in machine.check_leftovers([process])} == {"ok"}
+
+
+def test_a_busy_machine_is_told():
+    cores = len(os.sched_getaffinity(0))
+    assert machine.check_load(0.0).status == "ok"
+    busy = machine.check_load(float(cores))
+    assert busy.status == "warning" and f"{cores:.1f} processes" in busy.detail and "quiet" in busy.remedy

@@ -27,11 +27,24 @@ def test_only_failures_make_a_report_bad(checks, ok):
 
 
 def test_text_shows_every_check_and_remedy():
-    text = report("cpu", FINDINGS).as_text()
+    stream = io.StringIO()
+    report("cpu", FINDINGS, stream)
+    text = stream.getvalue()
     assert (
         "ok   a.x: fine" in text and "WARN a.y: odd\n       -> look" in text and "FAIL b.z: bad\n       -> mend" in text
     )
     assert text.splitlines()[-1] == "Runs will not work like this: 1 ok, 1 warnings, 1 failed."
+
+
+def test_what_is_found_is_shown_before_the_next_check_begins():
+    stream = io.StringIO()
+
+    def checks():
+        for item in FINDINGS:
+            yield item
+            assert stream.getvalue().endswith(item.as_text() + "\n")
+
+    assert report("cpu", checks(), stream).checks == tuple(FINDINGS)
 
 
 def test_json_layout_is_stable():
@@ -51,9 +64,11 @@ def test_check_takes_detail_and_remedy_only_when_needed():
 @pytest.mark.parametrize(("findings", "status"), [(FINDINGS, 1), (FINDINGS[:2], 0)])
 def test_exit_status(monkeypatch, findings, status):
     monkeypatch.setattr(command, "examine", lambda options, machine: iter(findings))
-    stream = io.StringIO()
+    stream, text = io.StringIO(), io.StringIO()
     assert command.run(argparse.Namespace(json=True), stream) == status
     assert json.loads(stream.getvalue())["ok"] == (status == 0)
+    assert command.run(argparse.Namespace(json=False), text) == status
+    assert len(text.getvalue().splitlines()) == 2 + len(findings) + sum(bool(item.remedy) for item in findings)
 
 
 @pytest.mark.upstream

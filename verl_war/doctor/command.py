@@ -25,9 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, stream: TextIO | None = None) -> int:
     """Prints the report to ``stream`` (default: standard output); returns 0 when no check failed, else 1."""
+    stream = stream or sys.stdout
     machine = support.installed_machine()
-    findings = report(machine, examine(options, machine))
-    (stream or sys.stdout).write((findings.as_json() if options.json else findings.as_text()) + "\n")
+    findings = report(machine, examine(options, machine), None if options.json else stream)
+    if options.json:
+        stream.write(findings.as_json() + "\n")
     return 0 if findings.ok else 1
 
 
@@ -37,6 +39,7 @@ def examine(options: argparse.Namespace, machine: support.Machine) -> Iterator[C
     yield from installation.check_conflicts(machine, try_imports=not options.quick)
     yield from installation.check_patch_guards(catalog.PATCHES, machine)
     yield machine_checks.check_processor(machine)
+    yield machine_checks.check_load()
     yield from machine_checks.check_resources(machine)
     yield from machine_checks.check_leftovers()
     yield machine_checks.check_ray_cluster()

@@ -22,6 +22,9 @@ RAY_CLUSTER_FILE = Path("/tmp/ray/ray_current_cluster")
 
 RAY_TIMEOUT_S = 120.0
 
+BUSY_SHARE = 0.5
+"""Of the cores; a run computes on all of them."""
+
 LEFTOVERS = ("raylet", "gcs_server", "ray::", "VLLM::")
 """How the processes of Ray and vLLM call themselves."""
 
@@ -84,6 +87,19 @@ def _check_accelerator() -> Check:
         f"{count} GPUs seen by nvidia-smi, torch is built for accelerators",
         'on a machine without GPU install the CPU packages: pip install "verl_war[cpu]"; '
         "on the login node of a GPU cluster ignore this",
+        otherwise="warning",
+    )
+
+
+def check_load(processes_running: float | None = None) -> Check:
+    """Says whether other programs compute (mean of the last minute): what a run then takes tells little."""
+    running = os.getloadavg()[0] if processes_running is None else processes_running
+    cores = len(os.sched_getaffinity(0))
+    return check(
+        "machine.load",
+        running <= BUSY_SHARE * cores,
+        f"{running:.1f} processes computing on {cores} cores",
+        "runs work, but take longer; for measurements wait until the machine is quiet",
         otherwise="warning",
     )
 

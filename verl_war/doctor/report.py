@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from verl_war.support import Machine
 from verl_war.version import __version__
@@ -30,6 +30,11 @@ class Check:
     status: Status
     detail: str
     remedy: str = ""
+
+    def as_text(self) -> str:
+        """Returns the finding for people: a line, and below it the remedy of what is wrong."""
+        line = f"{_SIGNS[self.status]} {self.name}: {self.detail}"
+        return f"{line}\n       -> {self.remedy}" if self.remedy else line
 
 
 def check(name: str, good: bool, detail: str, remedy: str, otherwise: Status = "failed") -> Check:
@@ -58,21 +63,23 @@ class Report:
         body: dict[str, Any] = {"schema": SCHEMA, "verl_war": __version__, "machine": self.machine, "ok": self.ok}
         return json.dumps({**body, "checks": [asdict(item) for item in self.checks]}, indent=2)
 
-    def as_text(self) -> str:
-        """Returns the report for people: one line per check, the remedy below what is wrong."""
-        lines = [f"verl_war {__version__} on a {self.machine} machine"]
-        for item in self.checks:
-            lines.append(f"{_SIGNS[item.status]} {item.name}: {item.detail}")
-            if item.remedy:
-                lines.append(f"       -> {item.remedy}")
-        return "\n".join([*lines, self._summary()])
-
-    def _summary(self) -> str:
+    def summary(self) -> str:
+        """Returns the verdict, and how many checks came out how."""
         counts = {status: sum(item.status == status for item in self.checks) for status in _SIGNS}
         verdict = "Everything is as it must be" if self.ok else "Runs will not work like this"
         return f"{verdict}: {counts['ok']} ok, {counts['warning']} warnings, {counts['failed']} failed."
 
 
-def report(machine: Machine, checks: Iterable[Check]) -> Report:
-    """Collects ``checks`` into a report."""
-    return Report(machine, tuple(checks))
+def report(machine: Machine, checks: Iterable[Check], stream: TextIO | None = None) -> Report:
+    """Collects ``checks`` into a report; with ``stream`` each is shown as it is found, as some take half a minute."""
+    found = []
+    if stream is not None:
+        print(f"verl_war {__version__} on a {machine} machine", file=stream, flush=True)
+    for item in checks:
+        found.append(item)
+        if stream is not None:
+            print(item.as_text(), file=stream, flush=True)
+    result = Report(machine, tuple(found))
+    if stream is not None:
+        print(result.summary(), file=stream, flush=True)
+    return result
