@@ -108,7 +108,7 @@ def test_war_settings_reach_the_manager(tmp_path, capsys):
         report = json.loads((tmp_path / "simulate.json").read_text())
         return {run["policy"]: run["held_s"] for run in report["runs"] if run["seed"] == 1}
 
-    holds = ("--war", "admission.wait_for_thrash=false")
+    holds = ("--war", "admission.wait_for_thrash=False")
     assert hits(*holds)["war"] > 0
     assert hits(*holds, "--war", "admission.enabled=false")["war"] == 0
     assert hits(*holds, "--war", "regime.enter_kv_share=90")["war"] == 0, (

@@ -262,7 +262,7 @@ def _war_settings(words: list[str]) -> dict[str, Any]:
                 f"--war {word!r} is not GROUP.KEY=VALUE; expected for instance admission.admit_fraction=0.8"
             )
         try:
-            value = json.loads(text)
+            value = json.loads(text.lower() if text in ("True", "False") else text)
         except json.JSONDecodeError:
             value = text
         settings.setdefault(group, {})[name] = value
