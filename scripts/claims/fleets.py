@@ -105,10 +105,10 @@ def seeds(folder: str) -> str:
 
 
 @claim
-def of_upper_bound(folder: str, *loads: str) -> str:
-    """WAR's least share of the speed-up of the upper bound, at some loads."""
+def share_of(folder: str, policy: str, *loads: str) -> str:
+    """WAR's least share of the speed-up of another policy, at some loads."""
     summary = _summary(folder)
-    shares = [summary[float(x), "war"]["ratio_mean"] / summary[float(x), "upper_bound"]["ratio_mean"] for x in loads]
+    shares = [summary[float(x), "war"]["ratio_mean"] / summary[float(x), policy]["ratio_mean"] for x in loads]
     return f"{min(shares):.0%}"
 
 
